@@ -1,0 +1,404 @@
+"""Admission: reserve everything a request can need at once, or say why not, with numbers.
+
+The same code hands out leases: for running requests (`admit`), for readers alone (`lease`), and
+for a branch of a running request (`fork`).
+"""
+
+import dataclasses
+import enum
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from hkv._arguments import check_array, check_type
+from hkv._cache import Cache, form_bits, rows_of
+from hkv._evict import make_room
+from hkv._layout import DEVICE_FORMS, FORMS, Form
+from hkv._lease import FOREVER, Lease, check_lease
+from hkv._lifecycle import Life
+from hkv._pages import pop_pages, pop_rows, used_pages
+from hkv._route import Plan
+from hkv._rules import Kind
+from hkv._slots import add, put, take
+from hkv._view import stamps_hold
+from pallas_kernels import copy_pages
+
+
+class Verdict(enum.IntEnum):
+    """What became of a request for admission."""
+
+    ADMIT = 0
+    WAIT = 1
+    REFUSE = 2
+
+
+class Blocker(enum.IntEnum):
+    """What stands in the way."""
+
+    NONE = 0
+    LENGTH = 1  # longer than the longest bucket, or than what it resumes from
+    ROWS = 2  # segment rows
+    PAGES = 3  # pages of a group
+    CAP = 4  # the cap of a form
+    LEASES = 5  # lease slots
+    CHANGED = 6  # the plan's segments changed since the query: query again
+    PRIVATE = 7  # a fork of a request whose recovered pages are not published yet
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Admission:
+    """The verdict as data. Numbers count pages over the layers of a group."""
+
+    verdict: jax.Array  # u8[Q], `Verdict`
+    blocker: jax.Array  # u8[Q], `Blocker`
+    need: jax.Array  # i32[Q, G], pages the request reserves
+    free: jax.Array  # i32[Q, G], pages that were free
+    evictable: jax.Array  # i32[Q, G], pages that eviction could have freed
+    need_rows: jax.Array  # i32[Q], segment rows
+    free_rows: jax.Array  # i32[Q]
+    form_need: jax.Array  # i32[Q, F], pages per form
+    form_used: jax.Array  # i32[Q, F]
+    form_cap: jax.Array  # i32[Q, F]
+
+    def __repr__(self) -> str:
+        if isinstance(self.verdict, jax.core.Tracer) or not hasattr(self.verdict, "shape"):
+            return "Admission(traced)"
+        a = jax.device_get(self)
+        return "\n".join(
+            f"request {q}: {Verdict(int(v)).name}"
+            + ("" if v == Verdict.ADMIT else f" ({Blocker(int(a.blocker[q])).name})")
+            + f": needs {a.need[q].tolist()} pages per group, free {a.free[q].tolist()}, "
+            f"evictable {a.evictable[q].tolist()}; {a.need_rows[q]} rows, free {a.free_rows[q]}"
+            for q, v in enumerate(a.verdict)
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Source:
+    """What a request resumes from. The fields of a plan that reserve anything, for one request."""
+
+    rows: jax.Array
+    version: jax.Array
+    resume: jax.Array
+    fill: jax.Array
+    fill_start: jax.Array
+    fill_groups: jax.Array
+    replay: jax.Array
+    replay_groups: jax.Array
+    have: jax.Array
+    ok: jax.Array  # bool
+
+
+def admit(cache: Cache, plan: Plan, total: jax.Array) -> tuple[Cache, Lease, Admission]:
+    """Reserves pages for whole requests, pins what they reuse, copies the partly shared segment.
+
+    Donates `cache`. Requests are served in order; one that does not fit leaves nothing behind.
+    Unpinned segments are evicted, least recently used first, if that makes the request fit.
+
+    Args:
+        cache: the cache.
+        plan: from `route`. If a segment changed since the query the answer is WAIT, CHANGED.
+        total: `i32[Q]` tokens the request may reach, growth and lookahead included.
+
+    Returns:
+        The cache; the lease (`slot` M where not admitted); and the verdict with its numbers.
+
+    Raises:
+        TypeError, ValueError: a plan of another layout, or `total` of another dtype or shape.
+    """
+    _check(cache, plan)
+    check_array("total", total, jnp.int32, plan.resume.shape[0])
+    return _admit(cache, plan, total)
+
+
+@functools.partial(jax.jit, donate_argnames=("cache",))
+def _admit(cache: Cache, plan: Plan, total: jax.Array):
+    ok = jnp.ones(plan.resume.shape, bool)
+    return _reserve_all(cache, _source(plan, ok), total, True)
+
+
+def _check(cache: Cache, plan: Plan) -> None:
+    check_type("cache", cache, Cache)
+    check_type("plan", plan, Plan)
+    if plan.layout != cache.layout:
+        raise ValueError("`plan` was made for another layout; route a query of this cache")
+
+
+def lease(cache: Cache, plan: Plan) -> tuple[Cache, Lease, Admission]:
+    """Pins what a plan reuses, for reading only: nothing is reserved, nothing can be appended.
+
+    Donates `cache`.
+
+    Returns:
+        As `admit`.
+    """
+    _check(cache, plan)
+    return _lease(cache, plan)
+
+
+@functools.partial(jax.jit, donate_argnames=("cache",))
+def _lease(cache: Cache, plan: Plan):
+    none = dataclasses.replace(
+        plan,
+        fill=jnp.zeros_like(plan.fill), fill_start=jnp.zeros_like(plan.fill_start),
+        replay=jnp.zeros_like(plan.replay),
+    )  # fmt: skip
+    ok = jnp.ones(plan.resume.shape, bool)
+    return _reserve_all(cache, _source(none, ok), plan.resume, False)
+
+
+def fork(cache: Cache, lease: Lease, total: jax.Array) -> tuple[Cache, Lease, Admission]:
+    """Branches running requests: whole segments are shared, the partial last one is copied.
+
+    Donates `cache`. Both branches go on writing, each into pages of its own.
+
+    Args:
+        cache: the cache.
+        lease: the requests to branch; it stays valid.
+        total: `i32[Q]` tokens each branch may reach.
+
+    Returns:
+        The cache, the leases of the branches, and the verdicts as `admit` gives them.
+    """
+    check_type("cache", cache, Cache)
+    check_type("lease", lease, Lease)
+    check_array("total", total, jnp.int32, lease.rows.shape[0])
+    return _fork(cache, lease, total)
+
+
+@functools.partial(jax.jit, donate_argnames=("cache",))
+def _fork(cache: Cache, lease: Lease, total: jax.Array):
+    used = jnp.any(lease.private, axis=(1, 2))
+    ok = check_lease(cache, lease) & stamps_hold(cache, lease, lease.length) & ~used
+    zero = jnp.zeros_like(lease.length)
+    have = lease.have
+    # Rows appended since the lease was taken are held as well.
+    grown = jnp.where(have[..., 1] > 0, jnp.maximum(have[..., 1], lease.length[:, None]), 0)
+    lo = jnp.minimum(have[..., 0], grown)
+    span = jnp.stack([zero, zero], -1)
+    G = len(cache.layout.groups)
+    source = _Source(
+        rows=lease.rows, version=lease.version, resume=lease.length, fill=span, fill_start=zero,
+        fill_groups=jnp.zeros((*zero.shape, G), bool), replay=span,
+        replay_groups=jnp.zeros((*zero.shape, G), bool),
+        have=jnp.stack([lo, jnp.broadcast_to(lease.length[:, None], lo.shape)], -1), ok=ok,
+    )  # fmt: skip
+    cache, out, answer = _reserve_all(cache, source, total, True)
+    blocked = used & (answer.verdict != Verdict.ADMIT)
+    blocker = jnp.where(blocked, jnp.uint8(Blocker.PRIVATE), answer.blocker)
+    return cache, out, dataclasses.replace(answer, blocker=blocker)
+
+
+def _source(plan: Plan, ok: jax.Array) -> _Source:
+    names = [f.name for f in dataclasses.fields(_Source) if f.name != "ok"]
+    return _Source(ok=ok, **{n: getattr(plan, n) for n in names})
+
+
+def _reserve_all(cache: Cache, source: _Source, total: jax.Array, grow: bool):
+    def one(c: Cache, x):
+        c, lease, answer = _reserve(c, x[0], x[1], grow)
+        return c, (lease, answer)
+
+    cache, (lease, answer) = jax.lax.scan(one, cache, (source, total))
+    return cache, lease, answer
+
+
+def _overlaps(lo, hi, span) -> jax.Array:
+    return (lo < span[1]) & (hi > span[0]) & (span[0] < span[1])
+
+
+def _private(cache: Cache, x: _Source, shared: jax.Array) -> jax.Array:
+    """`bool[G, S]`: shared segments beside which the request needs pages of its own.
+
+    A run that restores rows writes every window row that it makes on the way, not only the lost.
+    """
+    lay, B = cache.layout, cache.layout.segment_tokens
+    lo = jnp.arange(shared.shape[0], dtype=jnp.int32) * B
+    fill_run = jnp.stack([x.fill_start, x.fill[1]])
+    out = []
+    for g, spec in enumerate(lay.groups):
+        kept = x.have[g, 0]  # rows from here on are there already
+        fill_end = jnp.minimum(fill_run[1], kept)
+        filled = _overlaps(lo, lo + B, (fill_run[0], fill_end)) & (x.fill[0] < x.fill[1])
+        replayed = _overlaps(lo, lo + B, (x.replay[0], kept))
+        if spec.rule.prefix_closed:
+            mine = _overlaps(lo, lo + B, x.fill) & x.fill_groups[g]
+        elif spec.rule.kind in (Kind.WINDOW, Kind.CHUNK):
+            mine = filled | replayed
+        else:
+            mine = filled | (replayed & x.replay_groups[g])
+        out.append(mine & shared)
+    return jnp.stack(out)
+
+
+def _reserve(cache: Cache, x: _Source, total: jax.Array, grow: bool):
+    lay, t = cache.layout, cache.table
+    B, N, M, G = lay.segment_tokens, lay.segments, lay.leases, len(lay.groups)
+    S = x.rows.shape[0]
+    column = jnp.arange(S, dtype=jnp.int32)
+    last = x.resume // B
+    reused = column * B < x.resume  # every segment that is read, the partial one included
+    shared = column < last if grow else reused
+    ends = -(-total // B)
+    new = (column >= last) & (column < ends) & grow
+    private = _private(cache, x, shared)
+
+    # How much is needed, and how much there is.
+    per = jnp.asarray([lay.segment_pages(g) for g in lay.groups], jnp.int32)
+    forms = jnp.asarray([g.form for g in lay.groups], jnp.int32)
+    need_rows = jnp.sum(new, dtype=jnp.int32)
+    need = per * (need_rows + jnp.sum(private, axis=1, dtype=jnp.int32))
+    pinned = add(t.pins, jnp.where(reused, x.rows, N), jnp.ones(S, jnp.int32))
+    idle = (pinned == 0) & (t.length > 0)
+    free = jnp.stack([p.n_free for p in cache.pools])
+    loose = jnp.stack(
+        [jnp.sum(take(idle, p.owner[1:], False), dtype=jnp.int32) for p in cache.pools]
+    )
+    mine = jnp.stack(
+        [jnp.sum(jnp.where(shared[:, None], take(a, x.rows, 0), 0) > 0, dtype=jnp.int32)
+         for a in t.pages]
+    )  # fmt: skip
+    capacity = jnp.asarray([g.pages - 1 for g in lay.groups], jnp.int32)
+    by_form = jnp.zeros(FORMS, jnp.int32).at[forms].add
+    form_need, form_used = by_form(need), by_form(used_pages(cache))
+    form_loose, form_mine = by_form(loose), by_form(mine)
+
+    # The verdict; later lines outrank earlier ones.
+    blocker = jnp.uint8(Blocker.NONE)
+    never = jnp.bool_(False)
+
+    def block(bad, why, for_ever):
+        nonlocal blocker, never
+        blocker = jnp.where(bad, jnp.uint8(why), blocker)
+        never = jnp.where(bad, for_ever, never)
+
+    caps = cache.caps
+    block(jnp.any(form_used - form_loose + form_need > caps), Blocker.CAP, False)
+    block(jnp.any(need > free + loose), Blocker.PAGES, False)
+    block(need_rows > cache.n_free_rows + jnp.sum(idle, dtype=jnp.int32), Blocker.ROWS, False)
+    block(~jnp.any(cache.serials == 0), Blocker.LEASES, False)
+    fresh = (x.rows < N) & (take(t.version, x.rows, 0) == x.version)
+    block(~jnp.all(fresh | ~reused) | ~x.ok, Blocker.CHANGED, False)
+    block(jnp.any(form_need + form_mine > caps), Blocker.CAP, True)
+    block(jnp.any(need + mine > capacity), Blocker.PAGES, True)
+    block(need_rows + jnp.sum(shared, dtype=jnp.int32) > N, Blocker.ROWS, True)
+    block((total > S * B) | (total < x.resume) | (total < 0), Blocker.LENGTH, True)
+    fits = blocker == Blocker.NONE
+
+    # Pin what is read, then make room, then look again: eviction goes leaf first.
+    hold = jnp.where(reused & fits, x.rows, N)
+    one = jnp.ones(S, jnp.int32)
+    cache = dataclasses.replace(
+        cache, table=dataclasses.replace(t, pins=add(t.pins, hold, one)), clock=cache.clock + 1
+    )
+    room = make_room(
+        cache, jnp.where(fits, need_rows, 0), jnp.where(fits, need, 0),
+        jnp.where(fits, form_need, 0),
+    )  # fmt: skip
+    now_free = jnp.stack([p.n_free for p in room.pools])
+    got = fits & jnp.all(need <= now_free) & (need_rows <= room.n_free_rows)
+    got &= jnp.all(by_form(used_pages(room)) + form_need <= caps)
+    blocker = jnp.where(fits & ~got, jnp.uint8(Blocker.PAGES), blocker)
+    keep = jnp.where(reused & got & (shared | (not grow)), x.rows, N)
+    pins = add(add(room.table.pins, hold, -one), keep, one)
+    cache = dataclasses.replace(room, table=dataclasses.replace(room.table, pins=pins))
+    verdict = jnp.where(
+        got, jnp.uint8(Verdict.ADMIT),
+        jnp.where(never, jnp.uint8(Verdict.REFUSE), jnp.uint8(Verdict.WAIT)),
+    )  # fmt: skip
+    answer = Admission(
+        verdict=verdict, blocker=blocker, need=need, free=free, evictable=loose,
+        need_rows=need_rows, free_rows=cache.n_free_rows, form_need=form_need,
+        form_used=form_used, form_cap=caps,
+    )  # fmt: skip
+
+    # Take it: a slot, rows, pages.
+    new, private, shared = new & got, private & got, shared & got
+    slot = jnp.where(got, jnp.argmin(cache.serials != 0).astype(jnp.int32), M)
+    serial = cache.clock
+    cache = dataclasses.replace(cache, serials=put(cache.serials, slot, serial))
+    cache, fresh_rows = pop_rows(cache, new)
+    cache = _open_rows(cache, fresh_rows, new)
+    rows = jnp.where(new, fresh_rows, jnp.where(shared, x.rows, N))
+    pools, pages, table_pages = [], [], list(cache.table.pages)
+    written = []
+    source = jnp.where(got & (x.resume % B > 0) & grow, x.rows[jnp.minimum(last, S - 1)], N)
+    for g, spec in enumerate(lay.groups):
+        n = lay.segment_pages(spec)
+        mine_too = new | private[g]
+        owner = jnp.where(new, fresh_rows, N + 1 + slot)
+        pool, ids = pop_pages(cache.pools[g], jnp.repeat(mine_too, n), jnp.repeat(owner, n))
+        ids = ids.reshape(S, n)
+        table_pages[g] = put(table_pages[g], jnp.where(new, fresh_rows, N), ids)
+        stored = take(t.pages[g], x.rows, 0)
+        word = jnp.where(mine_too, serial, jnp.where(shared, take(t.written[:, g], x.rows, 0), 0))
+        # Rows that go along: the partly shared segment, and the segment where kept rows begin.
+        at = jnp.minimum(last, S - 1)
+        kept = jnp.clip(x.have[g, 0] // B, 0, S - 1)
+        inside = private[g, kept] & (kept != last) & (not spec.rule.prefix_closed)
+        from_rows = jnp.stack([source, jnp.where(inside, x.rows[kept], N)])
+        to = jnp.stack([ids[at], ids[kept]])
+        stamp = jnp.stack([rows[at], rows[kept]]).astype(jnp.uint32)
+        data, stamps = copy_pages(
+            pool.data, pool.stamp, take(t.pages[g], from_rows, 0).reshape(-1),
+            jnp.where((from_rows < N)[:, None], to, 0).reshape(-1),
+            jnp.repeat(jnp.stack([stamp, jnp.full(2, serial, jnp.uint32)], -1), n, axis=0),
+            src_expect=jnp.repeat(
+                jnp.stack(
+                    [from_rows.astype(jnp.uint32), take(t.written[:, g], from_rows, 0)], -1
+                ), n, axis=0,
+            ),
+        )  # fmt: skip
+        pools.append(dataclasses.replace(pool, data=data, stamp=stamps))
+        pages.append(
+            jnp.where(mine_too[:, None], ids, jnp.where(shared[:, None], stored, 0)).reshape(-1)
+        )
+        written.append(word)
+    written = jnp.stack(written)
+    t = cache.table
+    at = jnp.where(new, fresh_rows, N)
+    touched = jnp.where(shared, x.rows, N)
+    table = dataclasses.replace(
+        t,
+        pages=tuple(table_pages),
+        written=put(t.written, at, written.T),
+        used=put(t.used, touched, jnp.broadcast_to(cache.clock, (S, FORMS))),
+        pins=add(t.pins, at, one),
+    )
+    cache = dataclasses.replace(cache, table=table, pools=tuple(pools))
+    resume = jnp.where(got, x.resume, 0)
+    out = Lease(
+        slot=slot, serial=jnp.where(got, serial, jnp.uint32(0)), rows=rows,
+        version=take(cache.table.version, rows, 0), own=new, pages=tuple(pages), written=written,
+        private=private, length=resume, total=jnp.where(got, total, 0),
+        have=jnp.where(got, x.have, 0),
+        write=jnp.broadcast_to(jnp.stack([resume, jnp.int32(FOREVER)]), (G, 2)),
+    )  # fmt: skip
+    return cache, out, answer
+
+
+def _open_rows(cache: Cache, rows: jax.Array, mask: jax.Array) -> Cache:
+    """Starts segments in fresh rows: a new version, WRITING in every form of the layout."""
+    lay, t, N = cache.layout, cache.table, cache.layout.segments
+    at = jnp.where(mask, rows, N)
+    life = jnp.asarray(
+        [Life.WRITING if f in DEVICE_FORMS and lay.form_groups(f) else Life.EMPTY
+         for f in Form], jnp.uint8)  # fmt: skip
+    K, G = rows.shape[0], len(lay.groups)
+    old = rows_of(t, at)
+    table = dataclasses.replace(
+        t,
+        version=put(t.version, at, old.version + 1),
+        born=put(t.born, at, old.version + 1),
+        life=put(t.life, at, jnp.broadcast_to(life, (K, FORMS))),
+        form=put(t.form, at, form_bits(jnp.broadcast_to(life, (K, FORMS)))),
+        length=put(t.length, at, jnp.zeros(K, jnp.int32)),
+        children=put(t.children, at, jnp.zeros(K, jnp.int32)),
+        pins=put(t.pins, at, jnp.zeros(K, jnp.int32)),
+        held=put(t.held, at, jnp.zeros((K, G, 2), jnp.int32)),
+        digest=put(t.digest, at, jnp.zeros((K, G, 2), jnp.uint32)),
+    )
+    return dataclasses.replace(cache, table=table)

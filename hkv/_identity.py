@@ -1,0 +1,255 @@
+"""Who a prefix belongs to: identity digests, what a query needs, and the proposing hash.
+
+The hash only proposes candidates. A hit is decided by exact comparison elsewhere.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hkv._availability import Provenance
+from hkv._cache import Cache
+from hkv._layout import Layout
+
+_pytree = jax.tree_util.register_dataclass
+# Odd constants of the two lanes; any change changes every key, so they are fixed by test vectors.
+_LANES = ((0x9E3779B1, 0x85EBCA77), (0xC2B2AE3D, 0x27D4EB2F))
+
+
+@_pytree
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Need:
+    """What a stored segment must equal to serve a request. Shared by a batch unless it says Q."""
+
+    identity: jax.Array  # u32[Q, 4], of salt, adapter and model
+    start: jax.Array  # i32[Q], absolute position of the first token
+    media: jax.Array  # u32[Q, S, 4], of the images and such in each segment; 0 for none
+    epoch: jax.Array  # u32[], version of the weights
+    indexer_version: jax.Array  # u32[]
+    provenance: jax.Array  # u8[], the worst that is accepted
+    abi: jax.Array  # u32[G], what the kernels of this build read
+    codes: jax.Array  # u32[G, shards], how the pools lie in memory
+
+
+# Which fields of a need have an axis Q, for `jax.vmap`.
+PER_REQUEST = Need(
+    identity=0, start=0, media=0, epoch=None, indexer_version=None, provenance=None, abi=None,
+    codes=None,
+)  # fmt: skip
+
+
+def digest128(*fields: bytes) -> np.ndarray:
+    """`u32[4]`: a digest over length-prefixed fields, equal in every process.
+
+    Args:
+        fields: byte strings; their number and lengths are part of what is digested.
+    """
+    h = hashlib.blake2b(digest_size=16, person=b"hkv-v1")
+    h.update(len(fields).to_bytes(8, "little"))
+    for f in fields:
+        h.update(len(f).to_bytes(8, "little"))
+        h.update(f)
+    return np.frombuffer(h.digest(), "<u4")
+
+
+def media_digests(layout: Layout, tokens: int, items: Sequence[tuple[int, int, bytes]]):
+    """`u32[S, 4]`: per segment, a digest of the media that touch it, 0 where none does.
+
+    Args:
+        layout: gives B and the length bucket.
+        tokens: length of the prompt.
+        items: (first token, number of tokens, content digest) of each image or the like.
+    """
+    B = layout.segment_tokens
+    out = np.zeros((layout.bucket(tokens) // B, 4), np.uint32)
+    for i in range(len(out)):
+        inside = [x for x in items if x[0] < (i + 1) * B and x[0] + x[1] > i * B]
+        if inside:
+            fields = [b"%d:%d" % (at, n) for at, n, _ in inside] + [d for *_, d in inside]
+            out[i] = digest128(*fields)
+    return out
+
+
+def byte_codes(cache: Cache) -> np.ndarray:
+    """`u32[G, shards]`: how each group's pool really lies in memory on each device.
+
+    Derived on the host from the arrays themselves: shard shape and index, dtype, device layout,
+    memory kind, device kind and address modulo 64 bytes. Never 0.
+    """
+    out = np.zeros((len(cache.pools), cache.layout.shards), np.uint32)
+    for g, pool in enumerate(cache.pools):
+        for s, shard in enumerate(pool.data.addressable_shards):
+            a = shard.data
+            facts = (
+                a.shape,
+                str(a.dtype),
+                str(getattr(a.format.layout, "major_to_minor", None)),
+                str(getattr(a.format.layout, "tiling", None)),
+                a.sharding.memory_kind,
+                next(iter(a.devices())).device_kind,
+                str(shard.index),
+                a.unsafe_buffer_pointer() % 64,
+            )
+            word = digest128(repr(facts).encode())[0]
+            out[g, s] = word if word else 1
+    return out
+
+
+def need(
+    cache: Cache,
+    *,
+    requests: int = 1,
+    salt: str | Sequence[str] = "",
+    adapter: bytes | Sequence[bytes] = b"",
+    model: bytes = b"",
+    start: int | Sequence[int] = 0,
+    media: np.ndarray | None = None,
+    bucket: int | None = None,
+    epoch: int = 0,
+    indexer_version: int = 0,
+    provenance: Provenance = Provenance.EXACT,
+    abi: np.ndarray | None = None,
+    codes: np.ndarray | None = None,
+) -> Need:
+    """What a batch of requests needs of stored segments. Host code; reads the pools' addresses.
+
+    Args:
+        cache: the cache that will be asked.
+        requests: Q.
+        salt: tenant, one or one per request.
+        adapter: content digest of the adapter, one or one per request.
+        model: content digest of the model.
+        start: absolute position of the first token, one or one per request.
+        media: `u32[Q, S, 4]` from `media_digests`, or None for text alone.
+        bucket: length bucket in tokens when there is no media; the longest by default.
+        epoch: version of the weights, 0 to 2**32 - 1.
+        indexer_version: version of the indexer, 0 to 2**32 - 1.
+        provenance: the worst that is accepted.
+        abi: `u32[G]` of the kernels in use; the layout's own by default.
+        codes: `u32[G, shards]`; the pools' own by default.
+
+    Raises:
+        ValueError: a number out of range or a sequence of another length than `requests`.
+    """
+    lay = cache.layout
+    if requests < 1:
+        raise ValueError(f"`requests` is {requests}; give 1 or more")
+    salts = _each("salt", salt, str, requests)
+    adapters = _each("adapter", adapter, bytes, requests)
+    starts = _each("start", start, int, requests)
+    for name, value, top in (
+        ("epoch", epoch, 2**32), ("indexer_version", indexer_version, 2**32),
+        ("provenance", provenance, len(Provenance)),
+        *(("start", x, 2**31) for x in starts),
+    ):  # fmt: skip
+        if not 0 <= value < top:
+            raise ValueError(f"`{name}` is {value}; give 0 to {top - 1}")
+    S = (bucket or lay.buckets[-1]) // lay.segment_tokens
+    media = np.zeros((requests, S, 4), np.uint32) if media is None else np.asarray(media)
+    if media.ndim != 3 or media.shape[0] != requests or media.shape[2] != 4:
+        raise ValueError(f"`media` has shape {media.shape}; give [{requests}, S, 4]")
+    ids = [digest128(t.encode(), a, model) for t, a in zip(salts, adapters, strict=True)]
+    return Need(
+        identity=jnp.asarray(np.stack(ids)),
+        start=jnp.asarray(np.array(starts, np.int32)),
+        media=jnp.asarray(media.astype(np.uint32)),
+        epoch=jnp.asarray(np.uint32(epoch)),
+        indexer_version=jnp.asarray(np.uint32(indexer_version)),
+        provenance=jnp.asarray(np.uint8(provenance)),
+        abi=jnp.asarray(lay.abi if abi is None else np.asarray(abi, np.uint32)),
+        codes=jnp.asarray(byte_codes(cache) if codes is None else np.asarray(codes, np.uint32)),
+    )
+
+
+def _each(name: str, value, kind: type, n: int) -> list:
+    if isinstance(value, kind):
+        return [value] * n
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+        raise TypeError(f"`{name}` is {value!r}; give one {kind.__name__} or one per request")
+    if len(value) != n or not all(isinstance(v, kind) for v in value):
+        raise ValueError(f"`{name}` must hold {n} of {kind.__name__}, got {value!r}")
+    return list(value)
+
+
+def mix(x: jax.Array) -> jax.Array:
+    """The 32-bit finaliser of MurmurHash3 (public domain, A. Appleby), `u32[...]`."""
+    x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
+
+
+def _weigh(words: jax.Array, weights: tuple[int, ...]) -> jax.Array:
+    """`u32[]`: four words as one, each with a weight of its own."""
+    return jnp.sum(words * np.array(weights, np.uint32), dtype=jnp.uint32)
+
+
+def _token_words(tokens: jax.Array, lane: int) -> jax.Array:
+    """`u32[n]`: one word per token and its place."""
+    a, b = _LANES[lane]
+    at = np.arange(1, tokens.shape[0] + 1, dtype=np.uint64) * b & 0xFFFFFFFF
+    return mix(tokens.astype(jnp.uint32) * np.uint32(a) + at.astype(np.uint32))
+
+
+def block_keys(tokens: jax.Array, identity: jax.Array, start: jax.Array, media: jax.Array):
+    """Keys of one request's prefix after each segment and before it.
+
+    The key of block i is `k[i] = k[i-1] * A + h[i]` in each lane, computed for all blocks at once
+    as a running sum over powers of A.
+
+    Args:
+        tokens: `i32[S, B]`.
+        identity: `u32[4]`.
+        start: `i32[]`.
+        media: `u32[S, 4]`.
+
+    Returns:
+        `u32[S, 2]` keys after each block, and `u32[S, 2]` keys before it.
+    """
+    after, before = [], []
+    for lane, (a, b) in enumerate(_LANES):
+        root = mix(_weigh(identity, (a, b, a ^ b, a + 2)) + start.astype(jnp.uint32) * np.uint32(b))
+
+        def content(block, seen, lane=lane, a=a, b=b):
+            words = jnp.sum(_token_words(block, lane), dtype=jnp.uint32)
+            return mix(words + mix(_weigh(seen, (b, a, a ^ b, b + 2))))
+
+        h = jax.vmap(content)(tokens, media)
+        power, inverse = _powers(a, tokens.shape[0])
+        total = jnp.cumsum(h * inverse, dtype=jnp.uint32) * power
+        k = total + root * (power * np.uint32(a))
+        after.append(mix(k))
+        before.append(mix(jnp.concatenate([root[None], k[:-1]])))
+    return jnp.stack(after, -1), jnp.stack(before, -1)
+
+
+def _powers(a: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """`u32[n]` powers of an odd `a`, and of its inverse modulo 2**32."""
+    b, out = pow(a, -1, 2**32), [[], []]
+    x = y = 1
+    for _ in range(n):
+        out[0].append(x)
+        out[1].append(y)
+        x, y = x * a % 2**32, y * b % 2**32
+    return np.array(out[0], np.uint32), np.array(out[1], np.uint32)
+
+
+def opening_slots(cache: Cache, before: jax.Array, tokens: jax.Array, lengths: tuple[int, ...]):
+    """`i32[O]`: buckets of the index of openings, one per opening length.
+
+    Args:
+        cache: gives the size of the index.
+        before: `u32[2]` key of the prefix before the segment.
+        tokens: `i32[B]`.
+        lengths: O opening lengths in tokens.
+    """
+    words = _token_words(tokens, 0)
+    out = []
+    for n in lengths:
+        h = jnp.sum(words[:n], dtype=jnp.uint32) + np.uint32(n * _LANES[1][0] % 2**32)
+        out.append(mix(before[0] + mix(h ^ before[1])))
+    slots = jnp.stack(out) & np.uint32(cache.openings.shape[0] - 1)
+    return slots.astype(jnp.int32)

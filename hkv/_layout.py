@@ -1,0 +1,238 @@
+"""What a model keeps in its cache, as one frozen and hashable description.
+
+`Layout` is the only static thing in the library: every shape follows from it. It holds no array.
+"""
+
+import dataclasses
+import enum
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+import numpy as np
+
+from hkv._rules import Kind, Rule
+
+ABI_FORMAT = 1  # raised when the meaning of any field of a fingerprint changes
+
+
+class Form(enum.IntEnum):
+    """The five forms in which a token segment can be kept."""
+
+    COMPRESSED = 0
+    TAIL = 1
+    WINDOW = 2
+    INDEXER = 3
+    DISK = 4
+
+
+FORMS = len(Form)
+DEVICE_FORMS = tuple(f for f in Form if f is not Form.DISK)
+_FORM_RULES = {
+    Form.COMPRESSED: {Kind.HISTORY},
+    Form.TAIL: {Kind.TAIL, Kind.STATE},
+    Form.WINDOW: {Kind.WINDOW, Kind.CHUNK},
+    Form.INDEXER: {Kind.INDEXER, Kind.TAIL, Kind.STATE},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Layers that share a form, a rule, a page geometry, a dtype and a kernel ABI.
+
+    `abi` says what the bytes mean beyond their shape (entry byte layout, overlap half order, RoPE
+    base, visibility rule ...): any sorted-by-name set of plain values. Two groups whose
+    fingerprints differ are never read by each other's kernels.
+    """
+
+    name: str
+    form: Form
+    rule: Rule
+    layers: tuple[int, ...]  # model layer numbers, in order
+    row: tuple[int, ...]  # shape of one row
+    dtype: str = "float32"
+    abi: tuple[tuple[str, str | int | float | bool], ...] = ()
+    rows_per_page: int = 0  # R; 0 lets the layout put a whole segment on a page
+    pages: int = 0  # P, null page included; 0 lets the layout size the pool for all segments
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of one layer."""
+        return math.prod(self.row) * jnp.dtype(self.dtype).itemsize
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page over all of the group's layers."""
+        return self.row_bytes * self.rows_per_page * len(self.layers)
+
+    def fingerprint(self) -> int:
+        """The kernel ABI of this group as one `u32`: equal only where the bytes mean the same."""
+        meaning = {
+            "format": ABI_FORMAT,
+            "form": self.form.name,
+            "rule": [self.rule.kind.value, self.rule.size, self.rule.overlap],
+            "layers": self.layers,
+            "row": self.row,
+            "dtype": self.dtype,
+            "rows_per_page": self.rows_per_page,
+            "abi": dict(self.abi),
+        }
+        text = json.dumps(meaning, sort_keys=True).encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little")
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Everything static about a cache. Letters: N segments, B tokens per segment, G groups.
+
+    Args:
+        groups: the model's groups.
+        segment_tokens: B, a multiple of every ratio.
+        segments: N, rows of the segment table.
+        buckets: lengths in tokens (multiples of B) to which inputs are padded; one compiled
+            program each. The last is the longest request.
+        leases: how many requests can hold a lease at once.
+        shards: over how many devices each page is split.
+
+    Raises:
+        ValueError: geometry that does not divide, or a pool too small for one longest request.
+    """
+
+    groups: tuple[Group, ...]
+    segment_tokens: int
+    segments: int
+    buckets: tuple[int, ...]
+    leases: int = 64
+    shards: int = 1
+
+    def __post_init__(self):
+        object.__setattr__(self, "buckets", tuple(self.buckets))
+        B = _positive("segment_tokens", self.segment_tokens)
+        _positive("segments", self.segments)
+        _positive("leases", self.leases)
+        _positive("shards", self.shards)
+        if not self.buckets or list(self.buckets) != sorted(set(self.buckets)):
+            raise ValueError(f"`buckets` must rise, got {self.buckets}; give lengths in tokens")
+        for n in self.buckets:
+            if _positive("buckets", n) % B:
+                raise ValueError(f"`buckets` holds {n}, not a multiple of segment_tokens {B}")
+        if self.segments < self.buckets[-1] // B:
+            raise ValueError(
+                f"`segments` is {self.segments}, too small for one request of "
+                f"{self.buckets[-1]} tokens: give {self.buckets[-1] // B} or more"
+            )
+        groups = tuple(self._sized(g) for g in self.groups)
+        if not groups:
+            raise ValueError("`groups` is empty; a model keeps at least one group")
+        names = [g.name for g in groups]
+        if len(set(names)) != len(names):
+            raise ValueError(f"`groups` repeats a name: {names}; names must differ")
+        object.__setattr__(self, "groups", groups)
+
+    def _sized(self, g: Group) -> Group:
+        g = dataclasses.replace(g, layers=tuple(g.layers), row=tuple(g.row), abi=tuple(g.abi))
+        if not isinstance(g.form, Form) or g.form not in _FORM_RULES:
+            raise ValueError(f"`form` of group {g.name!r} is {g.form!r}; use a device form")
+        if g.rule.kind not in _FORM_RULES[g.form]:
+            raise ValueError(f"`rule` of group {g.name!r} is {g.rule}, which {g.form.name} lacks")
+        if not g.layers or list(g.layers) != sorted(set(g.layers)) or g.layers[0] < 0:
+            raise ValueError(f"`layers` of group {g.name!r} must rise from 0, got {g.layers}")
+        if any(n < 1 for n in g.row):
+            raise ValueError(f"`row` of group {g.name!r} is {g.row}; sizes must be 1 or more")
+        try:
+            dtype = str(jnp.dtype(g.dtype))
+        except TypeError:
+            raise ValueError(
+                f"`dtype` of group {g.name!r} is {g.dtype!r}; name a NumPy or JAX dtype"
+            ) from None
+        if len(dict(g.abi)) != len(g.abi):
+            raise ValueError(f"`abi` of group {g.name!r} repeats a name: {g.abi}")
+        if self.segment_tokens % (g.rule.size if g.rule.kind in _RATIO else 1):
+            raise ValueError(
+                f"`segment_tokens` is {self.segment_tokens}, not a multiple of the ratio "
+                f"{g.rule.size} of group {g.name!r}; use the lcm of all ratios"
+            )
+        rows = self.segment_rows(g)
+        R = g.rows_per_page or rows
+        if R < 1 or rows % R:
+            raise ValueError(
+                f"`rows_per_page` of group {g.name!r} is {R}, which does not divide the "
+                f"{rows} rows of a segment"
+            )
+        pages = g.pages or self.segments * (rows // R) + 1
+        least = self.buckets[-1] // self.segment_tokens * (rows // R) + 1
+        if pages < least:
+            raise ValueError(
+                f"`pages` of group {g.name!r} is {pages}, too small for one request of "
+                f"{self.buckets[-1]} tokens: give {least} or more (null page included)"
+            )
+        return dataclasses.replace(g, rows_per_page=R, pages=pages, dtype=dtype)
+
+    def segment_rows(self, g: Group) -> int:
+        """Rows of one whole segment in group `g`; a recurrent state keeps one snapshot."""
+        return 1 if g.rule.kind is Kind.STATE else self.segment_tokens // g.rule.unit
+
+    def segment_pages(self, g: Group) -> int:
+        """Pages of one whole segment in group `g`."""
+        return self.segment_rows(g) // g.rows_per_page
+
+    def group(self, name: str) -> int:
+        """The number of the group called `name`."""
+        for i, g in enumerate(self.groups):
+            if g.name == name:
+                return i
+        raise ValueError(f"`name` is {name!r}; groups are {[g.name for g in self.groups]}")
+
+    def form_groups(self, form: Form) -> tuple[int, ...]:
+        """Numbers of the groups that keep `form`."""
+        return tuple(i for i, g in enumerate(self.groups) if g.form is form)
+
+    @property
+    def max_segments(self) -> int:
+        """S, segments of the longest request."""
+        return self.buckets[-1] // self.segment_tokens
+
+    @property
+    def layers(self) -> tuple[tuple[tuple[int, Rule], ...], ...]:
+        """For each model layer in order, its groups as (group number, rule)."""
+        depth = 1 + max(g.layers[-1] for g in self.groups)
+        return tuple(
+            tuple((i, g.rule) for i, g in enumerate(self.groups) if layer in g.layers)
+            for layer in range(depth)
+        )
+
+    @property
+    def abi(self) -> np.ndarray:
+        """`u32[G]`: the kernel ABI code of each group."""
+        return np.array([g.fingerprint() for g in self.groups], np.uint32)
+
+    def bucket(self, tokens: int) -> int:
+        """The smallest bucket that holds `tokens`; a longer input is refused."""
+        for n in self.buckets:
+            if tokens <= n:
+                return n
+        raise ValueError(f"`tokens` is {tokens} long; the longest bucket is {self.buckets[-1]}")
+
+    def request_pages(self, tokens: int) -> np.ndarray:
+        """`i32[G]`: pages that `tokens` new tokens from a segment boundary on take at most."""
+        n = math.ceil(tokens / self.segment_tokens)
+        return np.array([n * self.segment_pages(g) for g in self.groups], np.int32)
+
+    def with_abi(self, name: str, **meaning: str | int | float | bool) -> "Layout":
+        """This layout with fields of one group's `abi` replaced."""
+        i = self.group(name)
+        g = self.groups[i]
+        abi: Mapping = {**dict(g.abi), **meaning}
+        g = dataclasses.replace(g, abi=tuple(sorted(abi.items())))
+        return dataclasses.replace(self, groups=self.groups[:i] + (g,) + self.groups[i + 1 :])
+
+
+_RATIO = (Kind.HISTORY, Kind.INDEXER, Kind.TAIL)
+
+
+def _positive(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"`{name}` is {value!r}; give an int of 1 or more")
+    return value

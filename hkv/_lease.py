@@ -1,0 +1,87 @@
+"""A lease: the pages a batch of requests may read and write, with what was verified about them."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from hkv._arguments import check_type
+from hkv._cache import Cache
+from hkv._evict import free_segments
+from hkv._pages import push_pages
+from hkv._slots import add, put, take
+
+FOREVER = 2**31 - 1  # end of a write range that has none
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Lease:
+    """Q running requests of up to S segments. Positions count from the start of the request.
+
+    Of each group, rows in `write` are what the present run makes, in place of what pages may
+    hold there; other rows exist where they lie in `have`.
+    """
+
+    slot: jax.Array  # i32[Q], lease slot; M where the request holds none
+    serial: jax.Array  # u32[Q], of the slot when it was taken
+    rows: jax.Array  # i32[Q, S], segments; N past the end
+    version: jax.Array  # u32[Q, S], their versions when verified
+    own: jax.Array  # bool[Q, S], segments that this request may write
+    pages: tuple[jax.Array, ...]  # per group i32[Q, S * pages per segment]
+    written: jax.Array  # u32[Q, G, S], second word of the pages' stamps
+    private: jax.Array  # bool[Q, G, S], pages that are the lease's, beside a shared segment's
+    length: jax.Array  # i32[Q], tokens whose rows are complete
+    total: jax.Array  # i32[Q], tokens that were reserved
+    have: jax.Array  # i32[Q, G, 2], positions held
+    write: jax.Array  # i32[Q, G, 2], positions that a run writes
+
+
+def check_lease(cache: Cache, lease: Lease) -> jax.Array:
+    """`bool[Q]`: the lease is still held and none of its segments changed since.
+
+    This is the state pointer; the data pointer (page stamps) is checked where pages are read.
+    """
+    held = (take(cache.serials, lease.slot, 0) == lease.serial) & (lease.serial > 0)
+    now = take(cache.table.version, lease.rows, 0)
+    same = (now == lease.version) | (lease.rows >= cache.layout.segments)
+    return held & jnp.all(same, axis=-1)
+
+
+def release(cache: Cache, lease: Lease) -> Cache:
+    """Gives leases back: pins, private pages, and segments that were never published.
+
+    Donates `cache`. Releasing twice does nothing the second time.
+    """
+    check_type("cache", cache, Cache)
+    check_type("lease", lease, Lease)
+    return _release(cache, lease)
+
+
+@functools.partial(jax.jit, donate_argnames=("cache",))
+def _release(cache: Cache, lease: Lease) -> Cache:
+    def one(c: Cache, x: Lease):
+        N, M = c.layout.segments, c.layout.leases
+        held = (take(c.serials, x.slot, 0) == x.serial) & (x.serial > 0)
+        mine = held & (x.rows < N)
+        at = jnp.where(mine, x.rows, N)
+        pins = add(c.table.pins, at, jnp.full(at.shape, -1, jnp.int32))
+        c = dataclasses.replace(
+            c,
+            table=dataclasses.replace(c.table, pins=pins),
+            serials=put(c.serials, jnp.where(held, x.slot, M), jnp.uint32(0)),
+            clock=c.clock + 1,
+        )
+        unlisted = mine & (take(c.table.length, at, 1) == 0) & (take(pins, at, 1) == 0)
+        c = free_segments(c, at, unlisted)
+        pools = []
+        for g, pool in enumerate(c.pools):
+            per = x.pages[g].shape[0] // at.shape[0]
+            mask = jnp.repeat(x.private[g] & held, per)
+            # A page counts as this lease's only while its owner says so.
+            mask &= take(pool.owner, x.pages[g], N) == N + 1 + x.slot
+            pools.append(push_pages(pool, x.pages[g], mask, N))
+        return dataclasses.replace(c, pools=tuple(pools)), None
+
+    return jax.lax.scan(one, cache, lease)[0]

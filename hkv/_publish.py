@@ -1,0 +1,274 @@
+"""Publication: complete segments become immutable and can be found by other requests."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from hkv._arguments import check_type
+from hkv._cache import PROBE, WAYS, Cache, form_bits, openings_of, rows_of
+from hkv._evict import set_life, unlist
+from hkv._identity import Need, block_keys, opening_slots
+from hkv._layout import DEVICE_FORMS, FORMS, Form
+from hkv._lease import Lease, check_lease
+from hkv._lifecycle import Life
+from hkv._lookup import index_base
+from hkv._pages import push_pages
+from hkv._query import check_batch, check_need, find
+from hkv._slots import add, put, take
+from hkv._verify import payload_digest
+from hkv._view import stamps_hold
+
+
+def publish(
+    cache: Cache,
+    lease: Lease,
+    tokens: jax.Array,
+    length: jax.Array,
+    need: Need,
+    *,
+    partial: bool = False,
+) -> tuple[Cache, Lease, jax.Array]:
+    """Lists the complete segments that requests have written, and gives back what they restored.
+
+    Donates `cache`. A segment that is stored already in full stays the one that is listed. Rows
+    that a recovery restored go to the shared segments they belong to, where nobody else reads
+    these at the moment.
+
+    Args:
+        cache: the cache.
+        lease: the requests.
+        tokens: `i32[Q, T]` their token ids, T = S * B of the lease.
+        length: `i32[Q]` settled tokens: those whose step the device has finished.
+        need: identity, epoch and codes to store with the segments; the one used for queries.
+        partial: also list the last, partly filled segment. It is immutable then, so the request
+            can go on only by being admitted again.
+
+    Returns:
+        The cache, the lease with the new versions, and `i32[Q]` how many segments were listed.
+
+    Raises:
+        TypeError, ValueError: as `query`.
+    """
+    check_type("cache", cache, Cache)
+    check_type("lease", lease, Lease)
+    check_batch(cache.layout, tokens, length)
+    check_need(cache, need, tokens)
+    B = cache.layout.segment_tokens
+    if tokens.shape != (lease.rows.shape[0], lease.rows.shape[1] * B):
+        raise ValueError(
+            f"`tokens` has shape {tokens.shape}; the lease is for "
+            f"{(lease.rows.shape[0], lease.rows.shape[1] * B)}"
+        )
+    return _publish(cache, lease, tokens, length, need, partial)
+
+
+@functools.partial(jax.jit, donate_argnames=("cache",), static_argnames=("partial",))
+def _publish(cache: Cache, lease: Lease, tokens, length, need: Need, partial: bool):
+    ok = check_lease(cache, lease) & stamps_hold(cache, lease, lease.length)
+    whose = (need.identity, need.start, need.media)
+
+    def one(c: Cache, x):
+        lease, tokens, length, ok, (identity, start, media) = x
+        mine = dataclasses.replace(need, identity=identity, start=start, media=media)
+        length = jnp.where(ok, jnp.clip(length, 0, lease.length), 0)
+        return _publish_one(c, lease, tokens, length, ok, mine, partial)
+
+    cache, (lease, n) = jax.lax.scan(one, cache, (lease, tokens, length, ok, whose))
+    return cache, lease, n
+
+
+def _publish_one(cache: Cache, lease: Lease, tokens, length, ok, need: Need, partial: bool):
+    """For one request: all arguments without the axis Q."""
+    lay = cache.layout
+    B, N, S = lay.segment_tokens, lay.segments, lease.rows.shape[0]
+    column = jnp.arange(S, dtype=jnp.int32)
+    begin = column * B
+    n = jnp.clip(length - begin, 0, B)  # settled tokens of each segment
+
+    # What is stored already, history complete, stays the listed one.
+    found = find(cache, tokens, jnp.minimum(length + 1, S * B), need)
+    closed = jnp.asarray([g.rule.prefix_closed for g in lay.groups])
+    good = jnp.all((found.reason == 0) | ~closed[None], axis=1) & (found.rows < N)
+    shared = jnp.where(column < found.whole, B, jnp.where(column == found.whole, found.partial, 0))
+    stored = good & (shared >= n) & (n > 0)
+    rows = lease.rows
+    writing = (take(cache.table.length, rows, 1) == 0) & lease.own
+    ready = (n == B) | ((n > 0) & partial)
+    legal = jnp.all((tokens.reshape(S, B) >= 0) | (begin[:, None] < length - n[:, None]), axis=1)
+    fresh = writing & ready & ~stored & legal
+    canon = jnp.where(stored & writing, found.rows, rows)
+    parent = jnp.concatenate([jnp.full(1, N, jnp.int32), canon[:-1]])
+
+    after, before = block_keys(tokens.reshape(S, B), need.identity, need.start, need.media)
+    cache = _describe(cache, lease, rows, fresh, parent, n, begin, after, before, need)
+    cache, lease, given = _give_back(cache, lease, ok, need)
+    cache = _set_digests(cache, rows, lease.pages, fresh[:, None] | given)
+    forms = jnp.asarray([f in DEVICE_FORMS for f in Form])
+    cache, _ = set_life(cache, rows, forms, Life.READY, fresh)
+    cache = dataclasses.replace(
+        cache,
+        tokens=put(cache.tokens, jnp.where(fresh, rows, N), tokens.reshape(S, B)),
+        clock=cache.clock + 1,
+    )
+    # A stored segment under the same key whose history failed its checks is superseded.
+    old = found.rows
+    cache = unlist(cache, old, fresh & (n == B) & (old < N) & (old != rows) & (shared == B))
+    cache = _list(cache, rows, fresh, n)
+    at = jnp.where(fresh & (parent < N), parent, N)
+    children = add(cache.table.children, at, jnp.ones(S, jnp.int32))
+    cache = dataclasses.replace(cache, table=dataclasses.replace(cache.table, children=children))
+    version = jnp.where(fresh, take(cache.table.version, rows, 0), lease.version)
+    lease = dataclasses.replace(lease, version=version, own=lease.own & ~(fresh & (n < B)))
+    return cache, (lease, jnp.sum(fresh, dtype=jnp.int32))
+
+
+def _describe(cache, lease, rows, fresh, parent, n, begin, after, before, need) -> Cache:
+    """Writes down what each fresh segment is and what it holds."""
+    lay, t, N = cache.layout, cache.table, cache.layout.segments
+    S, G = rows.shape[0], len(lay.groups)
+    at = jnp.where(fresh, rows, N)
+    start = need.start + begin
+    held = []
+    for g, spec in enumerate(lay.groups):
+        u = spec.rule.unit
+        if spec.rule.prefix_closed:
+            held.append(jnp.stack([start, start + n // u * u], -1))
+            continue
+        any_kept = lease.have[g, 1] > lease.have[g, 0]
+        first = jnp.where(any_kept, lease.have[g, 0], lease.write[g, 0])
+        held.append(jnp.stack([start + jnp.clip(first - begin, 0, n), start + n], -1))
+
+    def all_rows(x):
+        return jnp.broadcast_to(x[None], (S, *x.shape))
+
+    table = dataclasses.replace(
+        t,
+        key=put(t.key, at, after),
+        before=put(t.before, at, before),
+        parent=put(t.parent, at, parent),
+        parent_born=put(t.parent_born, at, take(t.born, parent, 0)),
+        start=put(t.start, at, start),
+        length=put(t.length, at, n),
+        identity=put(t.identity, at, all_rows(need.identity)),
+        media=put(t.media, at, need.media),
+        epoch=put(t.epoch, at, all_rows(need.epoch)),
+        indexer_version=put(t.indexer_version, at, all_rows(need.indexer_version)),
+        provenance=put(t.provenance, at, jnp.zeros(S, jnp.uint8)),
+        used=put(t.used, at, jnp.broadcast_to(cache.clock, (S, FORMS))),
+        abi=put(t.abi, at, all_rows(need.abi)),
+        codes=put(t.codes, at, all_rows(need.codes)),
+        held=put(t.held, at, jnp.stack(held, 1)),
+        digest=put(t.digest, at, jnp.zeros((S, G, 2), jnp.uint32)),
+    )
+    return dataclasses.replace(cache, table=table)
+
+
+def _set_digests(cache: Cache, rows, pages, mask) -> Cache:
+    """Digests where `mask` `bool[S, G]`, one segment after the other: only those cost anything."""
+    S = rows.shape[0]
+    wanted = jnp.any(mask, axis=1)
+    first = jnp.argmax(wanted).astype(jnp.int32)
+    end = jnp.where(jnp.any(wanted), S - jnp.argmax(wanted[::-1]).astype(jnp.int32), 0)
+
+    def body(i, digest):
+        row = jnp.where(wanted[i], rows[i], cache.layout.segments)
+        seg = rows_of(cache.table, row)
+        d = payload_digest(cache, tuple(p.reshape(S, -1)[i] for p in pages), seg)
+        return put(digest, row, jnp.where(mask[i][:, None], d, seg.digest))
+
+    digest = jax.lax.fori_loop(first, end, body, cache.table.digest)
+    return dataclasses.replace(cache, table=dataclasses.replace(cache.table, digest=digest))
+
+
+def _list(cache: Cache, rows, fresh, n) -> Cache:
+    """Enters segments into the two indexes."""
+    lay, N = cache.layout, cache.layout.segments
+    seg = rows_of(cache.table, jnp.where(fresh, rows, N))
+    base = jax.vmap(lambda key: index_base(cache, key))(seg.key)
+    slots = base[:, None] + jnp.arange(PROBE, dtype=jnp.int32)[None]
+    size = cache.index.shape[0]
+
+    def body(state):
+        index, left, _ = state
+        empty = index[slots] == N
+        slot = base + jnp.argmax(empty, axis=1).astype(jnp.int32)
+        can = left & jnp.any(empty, axis=1)
+        index = put(index, jnp.where(can, slot, size), rows)  # of several, one wins
+        won = can & (index[slot] == rows)
+        return index, left & ~won, jnp.any(won)
+
+    whole = fresh & (n == lay.segment_tokens)
+    index, _, _ = jax.lax.while_loop(
+        lambda s: jnp.any(s[1]) & s[2], body, (cache.index, whole, jnp.bool_(True))
+    )
+    mine = (index[slots] == rows[:, None]) & whole[:, None]
+    tags = put(
+        cache.tags,
+        jnp.where(mine, slots, size).reshape(-1),
+        jnp.broadcast_to(seg.key[:, 1:], mine.shape).reshape(-1),
+    )
+    lengths = openings_of(lay)
+    buckets = jax.vmap(lambda k, x: opening_slots(cache, k, x, lengths))(
+        seg.before, take(cache.tokens, rows, 0)
+    )
+    openings = cache.openings
+    for o, least in enumerate(lengths):
+        at = jnp.where(fresh & (n >= least), buckets[:, o], openings.shape[0])
+        old = take(openings, at, N)
+        openings = put(openings, at, jnp.concatenate([rows[:, None], old[:, : WAYS - 1]], axis=1))
+    return dataclasses.replace(cache, index=index, tags=tags, openings=openings)
+
+
+def _give_back(cache: Cache, lease: Lease, ok, need: Need):
+    """Private pages with restored rows become the shared segment's, if no one else holds it.
+
+    Returns:
+        The cache, the lease, and `bool[S, G]`: what was given.
+    """
+    lay, N = cache.layout, cache.layout.segments
+    B, t = lay.segment_tokens, cache.table
+    rows = lease.rows
+    S = rows.shape[0]
+    begin = (jnp.arange(S, dtype=jnp.int32) * B)[:, None, None]
+    seg = rows_of(t, rows)
+    spans = jnp.clip(lease.have[None] - begin, 0, B)  # [S, G, 2]
+    closed = jnp.asarray([g.rule.prefix_closed for g in lay.groups])
+    spans = jnp.where(closed[None, :, None], jnp.asarray([[[0, B]]], jnp.int32), spans)
+    indexed = jnp.asarray([g.form is Form.INDEXER for g in lay.groups])
+    alone = (seg.pins == 1) & (seg.length == B) & (seg.epoch == need.epoch) & ok
+    give = lease.private.T & alone[:, None] & (spans[..., 0] < spans[..., 1])
+    give &= ~indexed[None] | (seg.indexer_version == need.indexer_version)[:, None]
+    pools, pages = list(cache.pools), list(t.pages)
+    for g, spec in enumerate(lay.groups):
+        pool, n = pools[g], lay.segment_pages(spec)
+        at = jnp.where(give[:, g], rows, N)
+        each = jnp.repeat(give[:, g], n)
+        pool = push_pages(pool, take(pages[g], at, 0).reshape(-1), each, N)
+        mine = lease.pages[g]
+        owner = put(pool.owner, jnp.where(each, mine, pool.owner.shape[0]), jnp.repeat(rows, n))
+        pools[g] = dataclasses.replace(pool, owner=owner)
+        pages[g] = put(pages[g], at, mine.reshape(S, n))
+    changed = jnp.any(give, axis=1)
+    at = jnp.where(changed, rows, N)
+    forms = jnp.stack([jnp.any(give[:, list(lay.form_groups(f))], axis=1) for f in Form], axis=1)
+    life = jnp.where(forms & (seg.life == Life.EMPTY), jnp.uint8(Life.READY), seg.life)
+    held = seg.start[:, None, None] + spans
+    table = dataclasses.replace(
+        t,
+        pages=tuple(pages),
+        held=put(t.held, at, jnp.where(give[..., None], held, seg.held)),
+        written=put(t.written, at, jnp.where(give, lease.written.T, seg.written)),
+        abi=put(t.abi, at, jnp.where(give, need.abi[None], seg.abi)),
+        codes=put(t.codes, at, jnp.where(give[..., None], need.codes[None], seg.codes)),
+        life=put(t.life, at, life),
+        form=put(t.form, at, form_bits(life)),
+        version=put(t.version, at, seg.version + 1),
+    )
+    lease = dataclasses.replace(
+        lease,
+        private=lease.private & ~give.T,
+        version=jnp.where(changed, seg.version + 1, lease.version),
+    )
+    return dataclasses.replace(cache, table=table, pools=tuple(pools)), lease, give

@@ -1,0 +1,371 @@
+"""`query`: one jitted function from a batch of prompts to their availability.
+
+Candidates, then the four levels on them, then the boundaries of each group and their
+intersection. Positions here count from the start of the request.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hkv import _verify
+from hkv._availability import Availability, Place, Reason, Status
+from hkv._cache import Cache, rows_of
+from hkv._identity import PER_REQUEST, Need, block_keys
+from hkv._layout import Form, Layout
+from hkv._lifecycle import Life
+from hkv._lookup import by_key, by_opening, leading_equal
+from hkv._rules import Kind, replay_start, required
+from hkv._slots import take
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Match:
+    """The chain of stored segments that one prompt runs along. S segments, G groups."""
+
+    rows: jax.Array  # i32[S], N for none
+    reason: jax.Array  # u8[S, G], first failure of levels 1, 2 and 4
+    held: jax.Array  # i32[S, G, 2], positions held, from the start of the request
+    whole: jax.Array  # i32[], segments that match whole; the next one may match in part
+    partial: jax.Array  # i32[], tokens that the next one shares
+
+
+def query(cache: Cache, tokens: jax.Array, length: jax.Array, need: Need) -> Availability:
+    """What a batch of prompts can reuse, verified now, in one jitted program.
+
+    Args:
+        cache: the cache; nothing in it changes.
+        tokens: `i32[Q, T]`, T one of the layout's length buckets; padding may hold anything.
+        length: `i32[Q]` prompt lengths, 0 to T.
+        need: what stored segments must equal; see `need`.
+
+    Returns:
+        The availability vector over the five forms with its reasons, and the boundaries.
+
+    Raises:
+        TypeError: another dtype or a rank other than stated.
+        ValueError: T is no bucket, the sizes of the arguments disagree, or NumPy arrays hold a
+            token or length out of range. Of arrays on the device that is not known here: a
+            length out of range is answered with the reason LENGTH, a bad token matches nothing.
+    """
+    lay = cache.layout
+    check_batch(lay, tokens, length)
+    check_need(cache, need, tokens)
+    return _query(cache, tokens, length, need)
+
+
+def check_need(cache: Cache, need: Need, tokens: jax.Array) -> None:
+    """Refuses a need of another batch or of another layout."""
+    lay = cache.layout
+    S = tokens.shape[1] // lay.segment_tokens
+    if need.media.shape[:2] != (tokens.shape[0], S) or need.identity.shape[0] != tokens.shape[0]:
+        raise ValueError(
+            f"`need` is for {need.identity.shape[0]} requests of {need.media.shape[1]} segments, "
+            f"`tokens` for {tokens.shape[0]} of {S}; give need(requests=..., bucket=...)"
+        )
+    if need.abi.shape != (len(lay.groups),) or need.codes.shape != (len(lay.groups), lay.shards):
+        raise ValueError("`need` was made for another layout; make it from this cache")
+
+
+def check_batch(layout: Layout, tokens: jax.Array, length: jax.Array) -> None:
+    """Refuses a batch whose types or shapes are not those of a length bucket."""
+    for name, a, rank in (("tokens", tokens, 2), ("length", length, 1)):
+        if getattr(a, "dtype", None) != jnp.int32 or a.ndim != rank:
+            got = f"{getattr(a, 'dtype', type(a).__name__)}{list(getattr(a, 'shape', []))}"
+            raise TypeError(f"`{name}` is {got}; give an int32 array of rank {rank}")
+    if tokens.shape[1] not in layout.buckets:
+        raise ValueError(
+            f"`tokens` is {tokens.shape[1]} wide; pad it to one of the buckets {layout.buckets}"
+        )
+    if length.shape[0] != tokens.shape[0]:
+        raise ValueError(f"`length` has {length.shape[0]} requests, `tokens` {tokens.shape[0]}")
+    if isinstance(length, np.ndarray) and ((length < 0) | (length > tokens.shape[1])).any():
+        raise ValueError(f"`length` holds {length.tolist()}; give 0 to {tokens.shape[1]}")
+    if isinstance(tokens, np.ndarray) and (tokens < 0).any():
+        raise ValueError(f"`tokens` holds {tokens.min()}; ids are 0 or more")
+
+
+def pad_batch(layout: Layout, prompts, vocabulary: int | None = None):
+    """Prompts as the arrays that `query` takes: padded to the smallest bucket that holds them.
+
+    Args:
+        layout: gives the buckets.
+        prompts: a sequence of sequences of token ids.
+        vocabulary: number of token ids, to refuse those out of range.
+
+    Returns:
+        `i32[Q, T]` tokens and `i32[Q]` lengths.
+
+    Raises:
+        ValueError: no prompts, one longer than the longest bucket, or a token id out of range.
+        TypeError: ids that are not integers.
+    """
+    arrays = [np.asarray(p) for p in prompts]
+    if not arrays:
+        raise ValueError("`prompts` is empty; give at least one prompt")
+    T = layout.bucket(max(len(a) for a in arrays))
+    out = np.zeros((len(arrays), T), np.int32)
+    for q, a in enumerate(arrays):
+        if a.size and a.dtype.kind not in "iu":
+            raise TypeError(f"`prompts[{q}]` holds {a.dtype}; give integer token ids")
+        top = vocabulary or 2**31
+        if a.size and (a.min() < 0 or a.max() >= top):
+            bad = a[(a < 0) | (a >= top)][0]
+            raise ValueError(f"`prompts[{q}]` holds token {bad}; ids are 0 to {top - 1}")
+        out[q, : len(a)] = a
+    return jnp.asarray(out), jnp.asarray(np.array([len(a) for a in arrays], np.int32))
+
+
+@jax.jit
+def _query(cache: Cache, tokens: jax.Array, length: jax.Array, need: Need) -> Availability:
+    def one(tokens, length, need):
+        right = (length >= 0) & (length <= tokens.shape[0])
+        length = jnp.where(right, length, 0)
+        answer = assess(cache, find(cache, tokens, length, need), length)
+        return dataclasses.replace(
+            answer,
+            status=jnp.where(right, answer.status, jnp.uint8(Status.RECOMPUTE)),
+            reason=jnp.where(right, answer.reason, jnp.uint8(Reason.LENGTH)),
+        )
+
+    return jax.vmap(one, in_axes=(0, 0, PER_REQUEST))(tokens, length, need)
+
+
+def find(cache: Cache, tokens: jax.Array, length: jax.Array, need: Need) -> Match:
+    """The chain of candidates for one prompt, with their verdicts at levels 1, 2 and 4.
+
+    Args:
+        cache: the cache.
+        tokens: `i32[T]`.
+        length: `i32[]`.
+        need: of this request, without the axis Q.
+    """
+    lay, t = cache.layout, cache.table
+    B, N = lay.segment_tokens, lay.segments
+    S = tokens.shape[0] // B
+    blocks = tokens.reshape(S, B)
+    column = jnp.arange(S, dtype=jnp.int32)
+    after, before = block_keys(blocks, need.identity, need.start, need.media)
+    rows = jax.vmap(lambda key: by_key(cache, key, need.epoch))(after)
+    rows = jnp.where((column + 1) * B <= length, rows, N)
+    parent = jnp.concatenate([jnp.full(1, N, jnp.int32), rows[:-1]])
+
+    def judge(row, block, media, start, parent, limit):
+        """One candidate: shared tokens, whether it is the segment, and reasons per group."""
+        seg = rows_of(t, row)
+        share = jnp.minimum(leading_equal(take(cache.tokens, row, -1), block), limit)
+        ask = _verify.Ask(
+            row=row, identity=need.identity, media=media, start=start, parent=parent,
+            parent_born=take(t.born, parent, 0), matched=share,
+        )  # fmt: skip
+        linked = _verify.link_holds(lay, seg, ask) & (row < N)
+        reason = _verify.check_segment(cache, seg, ask, need)
+        return seg, share, linked, reason, seg.held - need.start
+
+    seg, share, linked, reason, held = jax.vmap(judge, in_axes=(0, 0, 0, 0, 0, None))(
+        rows, blocks, need.media, need.start + column * B, parent, jnp.int32(B)
+    )
+    chain = jnp.cumprod((linked & (share == B) & (seg.length == B)).astype(jnp.int32))
+    limit = jnp.maximum(length - 1, 0)
+    whole = jnp.minimum(jnp.sum(chain), limit // B)
+
+    # The next segment: any stored one that shares its first tokens, up to the last token but one.
+    spot = jnp.minimum(whole, S - 1)
+    base = whole * B
+    cand = jnp.concatenate([rows[spot][None], by_opening(cache, before[spot], blocks[spot])])
+    most = jnp.minimum(take(t.length, cand, 0), jnp.minimum(limit - base, B - 1))
+    before_row = jnp.where(spot > 0, rows[spot - 1], N)
+    _, c_share, c_linked, c_reason, c_held = jax.vmap(
+        judge, in_axes=(0, None, None, None, None, 0)
+    )(cand, blocks[spot], need.media[spot], need.start + base, before_row, most)
+    run = _runs(lay, reason, held, whole)[whole]
+    end = base + c_share
+    usable = jax.vmap(lambda r, h, e: jnp.all(_enough(lay, e, _run_to(lay, r, h, run, base, e))))(
+        c_reason, c_held, end
+    )
+    score = jnp.where(c_linked, c_share + B * usable.astype(jnp.int32), 0)
+    pick = jnp.argmax(score)
+    partial = jnp.where(score[pick] > 0, c_share[pick], 0)
+
+    # Put the choice where it stands; past it nothing is reachable.
+    here = (column == whole) & (partial > 0)
+    beyond = (column >= whole) & ~here
+    broken = jnp.where(column > whole, jnp.uint8(Reason.PARENT), jnp.uint8(Reason.NOT_FOUND))
+    missing = jnp.where(rows < N, broken, jnp.uint8(Reason.NOT_FOUND))[:, None]
+    known = (rows < N)[:, None] & (reason != 0)
+    reason = jnp.where(beyond[:, None], jnp.where(known, reason, missing), reason)
+    return Match(
+        rows=jnp.where(here, cand[pick], jnp.where(beyond, N, rows)),
+        reason=jnp.where(here[:, None], c_reason[pick][None], reason),
+        held=jnp.where(
+            here[:, None, None], c_held[pick][None], jnp.where(beyond[:, None, None], 0, held)
+        ),
+        whole=whole,
+        partial=partial,
+    )
+
+
+def _is(lay: Layout, *kinds: Kind) -> np.ndarray:
+    """`bool[G]`: which groups have a rule of these kinds."""
+    return np.array([g.rule.kind in kinds for g in lay.groups])
+
+
+def _closed(lay: Layout) -> np.ndarray:
+    return _is(lay, Kind.HISTORY, Kind.INDEXER)
+
+
+def _required(lay: Layout, position: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`i32[G]` twice: tokens `[lo, hi)` that each group must hold to resume at `position`."""
+    spans = [[x * g.rule.unit for x in required(g.rule, position)] for g in lay.groups]
+    return tuple(jnp.stack(x) for x in zip(*spans, strict=True))
+
+
+def _runs(lay: Layout, reason, held, whole) -> jax.Array:
+    """`i32[S + 1, G]`: at each segment boundary, how far back rows are held without a gap.
+
+    For history in tokens from the start, or -1 after a hole; for a state 0 or, where a snapshot
+    was taken at that very boundary, 1.
+    """
+    S, G = reason.shape
+    B = lay.segment_tokens
+    column = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32)[:, None], (S, G))
+    begin, end = column * B, (column + 1) * B
+    ok = (reason == 0) & (column < whole)
+    lo, hi = held[..., 0], held[..., 1]
+    to_end = ok & (hi == end)
+    full = to_end & (lo <= begin)
+    mine = jnp.where(to_end, end - jnp.maximum(lo, begin), 0)
+    # The run goes back to the last segment that is not held whole, and what that one adds.
+    gap = jax.lax.cummax(jnp.where(full, -1, column), axis=0)
+    extra = jnp.take_along_axis(mine, jnp.maximum(gap, 0), axis=0)
+    run = (column - gap) * B + jnp.where(gap >= 0, extra, 0)
+    closed, state = _closed(lay)[None], _is(lay, Kind.STATE)[None]
+    run = jnp.where(closed, jnp.where(gap < 0, end, -1), run)
+    run = jnp.where(state, to_end.astype(jnp.int32), run)
+    return jnp.concatenate([jnp.zeros((1, G), jnp.int32), run])
+
+
+def _run_to(lay: Layout, reason, held, before, base, end) -> jax.Array:
+    """`i32[G]`: the runs at position `end`, inside one segment after the whole ones.
+
+    Args:
+        reason: `u8[G]` of that segment.
+        held: `i32[G, 2]` of that segment.
+        before: `i32[G]` the runs where the segment starts.
+        base: `i32[]` where it starts.
+        end: `i32[]`.
+    """
+    ok = reason == 0
+    lo, hi = held[:, 0], held[:, 1]
+    _, last = _required(lay, end)
+    fine = (before >= 0) & ((last <= base) | (ok & (hi >= last)))
+    mine = jnp.where(ok & (hi >= end) & (lo < end), end - jnp.maximum(lo, base), 0)
+    run = mine + jnp.where((mine > 0) & (lo <= base), before, 0)
+    run = jnp.where(_closed(lay), jnp.where(fine, end, -1), run)
+    run = jnp.where(_is(lay, Kind.STATE), (ok & (hi == end)).astype(jnp.int32), run)
+    return jnp.where(end > base, run, before)
+
+
+def _enough(lay: Layout, position: jax.Array, run: jax.Array) -> jax.Array:
+    """`bool[G]`: whether runs `i32[G]` cover what each group requires to resume at `position`."""
+    lo, hi = _required(lay, position)
+    rolling = (lo >= hi) | (run >= position - lo)
+    rolling = jnp.where(_is(lay, Kind.STATE), (lo >= hi) | (run > 0), rolling)
+    return jnp.where(_closed(lay), run >= 0, rolling)
+
+
+def assess(cache: Cache, match: Match, length: jax.Array) -> Availability:
+    """Boundaries of each group, their intersection, and the vector at the furthest match."""
+    lay = cache.layout
+    B = lay.segment_tokens
+    S = match.rows.shape[0]
+    base = match.whole * B
+    target = base + match.partial
+    inside = jnp.arange(1, B, dtype=jnp.int32)
+    aligned = jnp.arange(S + 1, dtype=jnp.int32) * B
+    positions = jnp.concatenate([aligned, base + inside])
+    valid = jnp.concatenate([aligned <= base, inside <= match.partial])
+    runs = _runs(lay, match.reason, match.held, match.whole)
+    before, spot = runs[match.whole], jnp.minimum(match.whole, S - 1)
+
+    def run_to(end):
+        return _run_to(lay, match.reason[spot], match.held[spot], before, base, end)
+
+    runs = jnp.concatenate([runs, jax.vmap(run_to)(base + inside)])
+    ok = jax.vmap(lambda p, r: _enough(lay, p, r))(positions, runs).T & valid[None]
+    met = _verify.check_groups(ok)
+    replayable = not any(_is(lay, Kind.STATE))
+    bound = _closed(lay) | (not replayable)
+
+    # The vector, for a resume at `target`.
+    run = run_to(target)
+    enough = _enough(lay, target, run)
+    history_ok = jnp.all(enough | ~_closed(lay))
+    lo, hi = _required(lay, target)
+
+    def judge(begin, reason, held):
+        """One segment: status and reason per group."""
+        stop = jnp.minimum(hi, begin + B)
+        needed = jnp.maximum(lo, begin) < stop
+        covers = (held[:, 0] <= jnp.maximum(lo, begin)) & (held[:, 1] >= stop)
+        state = _is(lay, Kind.STATE)
+        needed = jnp.where(state, (target > begin) & (target <= begin + B), needed)
+        covers = jnp.where(state, held[:, 1] == target, covers)
+        can = history_ok & replayable & ~_closed(lay)
+        status = jnp.where(can, jnp.uint8(Status.RECOVER), jnp.uint8(Status.RECOMPUTE))
+        status = jnp.where((reason == 0) & covers, jnp.uint8(Status.REUSE), status)
+        status = jnp.where(needed, status, jnp.uint8(Status.NOT_NEEDED))
+        past = (begin >= target) & (begin < length)
+        status = jnp.where(past, jnp.uint8(Status.RECOMPUTE), status)
+        why = jnp.where(reason == 0, jnp.uint8(Reason.RANGE), reason)
+        return status, jnp.where(status >= Status.RECOVER, why, jnp.uint8(Reason.OK))
+
+    begin = aligned[:-1]
+    status, why = jax.vmap(judge)(begin, match.reason, match.held)
+    lost = jnp.where(enough | _closed(lay), target, lo)
+    have = jnp.stack([target - run, jnp.broadcast_to(target, run.shape)], -1)
+    replay = target - replay_start(lay.layers, target, lost, have)
+    status, why, place = _by_form(cache, match.rows, status, why)
+    left = jnp.clip(length - begin, 0, B)[:, None]
+    tokens = jnp.where(status == Status.RECOMPUTE, left, 0)
+    tokens = jnp.where(status == Status.RECOVER, replay, tokens)
+    tokens = tokens.at[:, Form.DISK].set(0)
+    return Availability(
+        status=status, reason=why, place=place, tokens=tokens, group_reason=match.reason,
+        rows=match.rows, version=take(cache.table.version, match.rows, 0), held=match.held,
+        matched=target, length=length,
+        furthest=jnp.max(jnp.where(ok, positions[None], 0), axis=1), positions=positions,
+        usable=valid & (met == 0),
+        recoverable=valid & jnp.all(ok | ~bound[:, None], axis=0),
+        boundary_reason=jnp.where(valid, met, jnp.uint8(Reason.NOT_FOUND)),
+        group_ok=ok, runs=runs.T, layout=lay,
+    )  # fmt: skip
+
+
+def _by_form(cache: Cache, rows, status, why):
+    """From groups to forms: the worst status and its reason, and where the bytes lie."""
+    lay, S = cache.layout, rows.shape[0]
+    best, reason = [], []
+    for f in Form:
+        s, r = jnp.zeros(S, jnp.uint8), jnp.zeros(S, jnp.uint8)
+        for g in lay.form_groups(f):
+            r = jnp.where(status[:, g] > s, why[:, g], r)
+            s = jnp.maximum(s, status[:, g])
+        best.append(s)
+        reason.append(r)
+    lacking = functools.reduce(jnp.logical_or, (s >= Status.RECOVER for s in best))
+    life = take(cache.table.life[:, Form.DISK], rows, 0)
+    disk = jnp.where(life == Life.STALE, jnp.uint8(Status.RECOMPUTE), jnp.uint8(Status.NOT_NEEDED))
+    disk = jnp.where(life == Life.ON_DISK, jnp.uint8(Status.RECOVER), disk)
+    best[Form.DISK] = jnp.where(lacking, disk, jnp.uint8(Status.NOT_NEEDED))
+    reason[Form.DISK] = jnp.where(
+        best[Form.DISK] == Status.RECOMPUTE, jnp.uint8(Reason.LIFECYCLE), jnp.uint8(Reason.OK)
+    )
+    place = [jnp.where(s == Status.REUSE, jnp.uint8(Place.DEVICE), jnp.uint8(0)) for s in best]
+    stored = take(cache.table.place, rows, 0)
+    place[Form.DISK] = jnp.where(life == Life.ON_DISK, stored, jnp.uint8(Place.NONE))
+    return jnp.stack(best, -1), jnp.stack(reason, -1), jnp.stack(place, -1)

@@ -1,0 +1,1 @@
+"""Whole models built from `hkv.nn`, each in its own module. Importing one imports flax."""

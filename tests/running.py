@@ -1,0 +1,109 @@
+"""A small host loop over the library for tests: prefill, decode, publish, resume."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import hkv
+from hkv.nn import bind
+
+
+class Runner:
+    """One model on one cache; every step is one of a few jitted programs of static shape."""
+
+    def __init__(self, model, groups, *, segment, segments, bucket, chunk, requests=1, **layout):
+        self.layout = hkv.Layout(
+            groups=groups, segment_tokens=segment, segments=segments, buckets=(bucket,), **layout
+        )
+        self.weights, build = bind(model)
+        self.chunk, self.requests = chunk, requests
+        self.cache = hkv.init(self.layout)
+        self.need = hkv.need(self.cache, requests=requests)
+
+        def forward(weights, tokens, view):
+            return build(weights)(tokens, view)
+
+        def replay(weights, tokens, view):
+            return build(weights)(tokens, view)[1]
+
+        self.replay = replay
+
+        @functools.partial(jax.jit, donate_argnames=("cache",))
+        def step(weights, cache, lease, tokens, count):
+            T = tokens.shape[1]
+            spot = lease.length[:, None] + jnp.arange(chunk, dtype=jnp.int32)[None]
+            piece = jnp.take_along_axis(tokens, jnp.minimum(spot, T - 1), axis=1)
+            logits, view = forward(weights, piece, hkv.view(cache, lease, count))
+            cache, lease, ok = hkv.append(view)
+            return cache, lease, logits, ok
+
+        self.step = step
+
+    def pad(self, prompts):
+        return hkv.pad_batch(self.layout, prompts)
+
+    def query(self, prompts, need=None):
+        tokens, length = self.pad(prompts)
+        return hkv.query(self.cache, tokens, length, need or self.need)
+
+    def admit(self, plan, total):
+        self.cache, lease, answer = hkv.admit(self.cache, plan, jnp.asarray(total, jnp.int32))
+        return lease, answer
+
+    def cold_plan(self, prompts):
+        tokens, length = self.pad(prompts)
+        need = hkv.need(self.cache, requests=len(prompts), salt="nobody")
+        return hkv.route(hkv.query(self.cache, tokens, length, need), hkv.costs())
+
+    def recover(self, lease, plan, prompts, need=None):
+        tokens, _ = self.pad(prompts)
+        self.cache, lease, why = hkv.recover(
+            self.replay, self.weights, self.cache, lease, plan, tokens, need or self.need,
+            chunk=self.chunk,
+        )  # fmt: skip
+        return lease, why
+
+    def run(self, lease, prompts, until=None):
+        """Runs each request on to `until` (its prompt's length); logits by position [Q, T, V]."""
+        tokens, length = self.pad(prompts)
+        until = np.asarray(length if until is None else until)
+        out = None
+        while True:
+            at = np.asarray(lease.length)
+            count = np.clip(until - at, 0, self.chunk).astype(np.int32)
+            if not count.any():
+                return lease, out
+            self.cache, lease, logits, ok = self.step(
+                self.weights, self.cache, lease, tokens, jnp.asarray(count)
+            )
+            assert np.asarray(ok)[count > 0].all()
+            logits = np.asarray(logits)
+            if out is None:
+                out = np.full((len(until), tokens.shape[1], logits.shape[-1]), np.nan, np.float32)
+            for q in range(len(until)):
+                out[q, at[q] : at[q] + count[q]] = logits[q, : count[q]]
+
+    def store(self, prompts, need=None, partial=True, release=True):
+        """A cold run of whole prompts, published and released; returns the logits."""
+        lease, answer = self.admit(self.cold_plan(prompts), [len(p) for p in prompts])
+        assert (np.asarray(answer.verdict) == hkv.Verdict.ADMIT).all(), answer
+        lease, logits = self.run(lease, prompts)
+        tokens, length = self.pad(prompts)
+        self.cache, lease, _ = hkv.publish(
+            self.cache, lease, tokens, length, need or self.need, partial=partial
+        )
+        if release:
+            self.cache = hkv.release(self.cache, lease)
+        return logits
+
+    def check(self):
+        """free + live + pinned = capacity, null pages zero, owners consistent."""
+        o = {k: np.asarray(v) for k, v in hkv.occupancy(self.cache).items()}
+        assert (o["free"] + o["live"] + o["pinned"] == o["capacity"]).all(), o
+        for pool in self.cache.pools:
+            assert not np.asarray(pool.data[:, 0]).any()
+            free = np.asarray(pool.free)[: int(pool.n_free)]
+            assert len(set(free.tolist())) == len(free) and 0 not in free
+        return o
