@@ -357,14 +357,14 @@ def _reserve(cache: Cache, x: _Source, total: jax.Array, grow: bool):
             jnp.where(mine_too[:, None], ids, jnp.where(shared[:, None], stored, 0)).reshape(-1)
         )
         written.append(word)
-    written = jnp.stack(written)
+    words = jnp.stack(written)
     t = cache.table
     at = jnp.where(new, fresh_rows, N)
     touched = jnp.where(shared, x.rows, N)
     table = dataclasses.replace(
         t,
         pages=tuple(table_pages),
-        written=put(t.written, at, written.T),
+        written=put(t.written, at, words.T),
         used=put(t.used, touched, jnp.broadcast_to(cache.clock, (S, FORMS))),
         pins=add(t.pins, at, one),
     )
@@ -372,7 +372,7 @@ def _reserve(cache: Cache, x: _Source, total: jax.Array, grow: bool):
     resume = jnp.where(got, x.resume, 0)
     out = Lease(
         slot=slot, serial=jnp.where(got, serial, jnp.uint32(0)), rows=rows,
-        version=take(cache.table.version, rows, 0), own=new, pages=tuple(pages), written=written,
+        version=take(cache.table.version, rows, 0), own=new, pages=tuple(pages), written=words,
         private=private, length=resume, total=jnp.where(got, total, 0),
         have=jnp.where(got, x.have, 0),
         write=jnp.broadcast_to(jnp.stack([resume, jnp.int32(FOREVER)]), (G, 2)),

@@ -41,7 +41,7 @@ class Provenance(enum.IntEnum):
 class Reason(enum.IntEnum):
     """The first check that failed, in the order of the levels. `sentence` tells a person."""
 
-    def __new__(cls, code: int, level: int, sentence: str):
+    def __new__(cls, code: int, level: int = 0, sentence: str = ""):
         """A code with its level and its sentence."""
         self = int.__new__(cls, code)
         self._value_ = code

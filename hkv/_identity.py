@@ -6,6 +6,7 @@ The hash only proposes candidates. A hit is decided by exact comparison elsewher
 import dataclasses
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,10 +37,18 @@ class Need:
 
 
 # Which fields of a need have an axis Q, for `jax.vmap`.
+_shared: Any = None
+_by_request: Any = 0
 PER_REQUEST = Need(
-    identity=0, start=0, media=0, epoch=None, indexer_version=None, provenance=None, abi=None,
-    codes=None,
-)  # fmt: skip
+    identity=_by_request,
+    start=_by_request,
+    media=_by_request,
+    epoch=_shared,
+    indexer_version=_shared,
+    provenance=_shared,
+    abi=_shared,
+    codes=_shared,
+)
 
 
 def digest128(*fields: bytes) -> np.ndarray:
@@ -228,7 +237,8 @@ def block_keys(tokens: jax.Array, identity: jax.Array, start: jax.Array, media: 
 
 def _powers(a: int, n: int) -> tuple[np.ndarray, np.ndarray]:
     """`u32[n]` powers of an odd `a`, and of its inverse modulo 2**32."""
-    b, out = pow(a, -1, 2**32), [[], []]
+    b = pow(a, -1, 2**32)
+    out: tuple[list[int], list[int]] = ([], [])
     x = y = 1
     for _ in range(n):
         out[0].append(x)

@@ -89,7 +89,7 @@ def occupancy(cache: Cache) -> dict[str, jax.Array]:
         `i32[G]` each.
     """
     N = cache.layout.segments
-    out = {"free": [], "live": [], "pinned": [], "capacity": []}
+    out: dict[str, list[jax.Array]] = {"free": [], "live": [], "pinned": [], "capacity": []}
     for pool in cache.pools:
         owner = pool.owner[1:]
         held = (take(cache.table.pins, owner, 0) > 0) | (owner > N)

@@ -182,7 +182,7 @@ def find(cache: Cache, tokens: jax.Array, length: jax.Array, need: Need) -> Matc
     _, c_share, c_linked, c_reason, c_held = jax.vmap(
         judge, in_axes=(0, None, None, None, None, 0)
     )(cand, blocks[spot], need.media[spot], need.start + base, before_row, most)
-    run = _runs(lay, reason, held, whole)[whole]
+    run = _runs_at(lay, reason, held, whole)
     end = base + c_share
     usable = jax.vmap(lambda r, h, e: jnp.all(_enough(lay, e, _run_to(lay, r, h, run, base, e))))(
         c_reason, c_held, end
@@ -221,32 +221,51 @@ def _closed(lay: Layout) -> np.ndarray:
 def _required(lay: Layout, position: jax.Array) -> tuple[jax.Array, jax.Array]:
     """`i32[G]` twice: tokens `[lo, hi)` that each group must hold to resume at `position`."""
     spans = [[x * g.rule.unit for x in required(g.rule, position)] for g in lay.groups]
-    return tuple(jnp.stack(x) for x in zip(*spans, strict=True))
+    lo, hi = zip(*spans, strict=True)
+    return jnp.stack(lo), jnp.stack(hi)
 
 
 def _runs(lay: Layout, reason, held, whole) -> jax.Array:
-    """`i32[S + 1, G]`: at each segment boundary, how far back rows are held without a gap.
+    """`i32[G, S + 1]`: at each segment boundary, how far back rows are held without a gap.
 
     For history in tokens from the start, or -1 after a hole; for a state 0 or, where a snapshot
     was taken at that very boundary, 1.
     """
-    S, G = reason.shape
+    full, mine = _held_to_end(lay, reason, held, whole)
+    gap = jax.lax.cummax(jnp.where(full, -1, jnp.arange(full.shape[1], dtype=jnp.int32)[None]), 1)
+    run = _run_since(lay, gap, mine, jnp.arange(full.shape[1], dtype=jnp.int32)[None])
+    return jnp.concatenate([jnp.zeros((full.shape[0], 1), jnp.int32), run], axis=1)
+
+
+def _runs_at(lay: Layout, reason, held, whole) -> jax.Array:
+    """`i32[G]`: what `_runs` says at the boundary after `whole` segments, without the others."""
+    full, mine = _held_to_end(lay, reason, held, whole)
+    column = jnp.arange(full.shape[1], dtype=jnp.int32)[None]
+    gap = jnp.max(jnp.where(full | (column >= whole), -1, column), axis=1, keepdims=True)
+    run = _run_since(lay, gap, mine, jnp.broadcast_to(whole - 1, (1, 1)))[:, 0]
+    return jnp.where(whole > 0, run, 0)
+
+
+def _held_to_end(lay: Layout, reason, held, whole) -> tuple[jax.Array, jax.Array]:
+    """Of each segment `bool[G, S]` whether it is held whole, `i32[G, S]` tokens up to its end."""
+    S = reason.shape[0]
+    column = jnp.arange(S, dtype=jnp.int32)[None]
+    begin, end = column * lay.segment_tokens, (column + 1) * lay.segment_tokens
+    lo, hi = held[..., 0].T, held[..., 1].T
+    to_end = (reason.T == 0) & (column < whole) & (hi == end)
+    kept = jnp.where(_is(lay, Kind.STATE)[:, None], 1, end - jnp.maximum(lo, begin))
+    return to_end & (lo <= begin), jnp.where(to_end, kept, 0)
+
+
+def _run_since(lay: Layout, gap, mine, column) -> jax.Array:
+    """`i32[G, n]`: runs up to the end of `column`, the last segment not held whole being `gap`."""
     B = lay.segment_tokens
-    column = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32)[:, None], (S, G))
-    begin, end = column * B, (column + 1) * B
-    ok = (reason == 0) & (column < whole)
-    lo, hi = held[..., 0], held[..., 1]
-    to_end = ok & (hi == end)
-    full = to_end & (lo <= begin)
-    mine = jnp.where(to_end, end - jnp.maximum(lo, begin), 0)
-    # The run goes back to the last segment that is not held whole, and what that one adds.
-    gap = jax.lax.cummax(jnp.where(full, -1, column), axis=0)
-    extra = jnp.take_along_axis(mine, jnp.maximum(gap, 0), axis=0)
+    extra = jnp.take_along_axis(mine, jnp.maximum(gap, 0), axis=1)
     run = (column - gap) * B + jnp.where(gap >= 0, extra, 0)
-    closed, state = _closed(lay)[None], _is(lay, Kind.STATE)[None]
-    run = jnp.where(closed, jnp.where(gap < 0, end, -1), run)
-    run = jnp.where(state, to_end.astype(jnp.int32), run)
-    return jnp.concatenate([jnp.zeros((1, G), jnp.int32), run])
+    closed, state = _closed(lay)[:, None], _is(lay, Kind.STATE)[:, None]
+    run = jnp.where(closed & (gap >= 0), -1, run)
+    snapshot = jnp.take_along_axis(mine, jnp.broadcast_to(column, run.shape), axis=1) > 0
+    return jnp.where(state, snapshot.astype(jnp.int32), run)
 
 
 def _run_to(lay: Layout, reason, held, before, base, end) -> jax.Array:
@@ -290,13 +309,14 @@ def assess(cache: Cache, match: Match, length: jax.Array) -> Availability:
     positions = jnp.concatenate([aligned, base + inside])
     valid = jnp.concatenate([aligned <= base, inside <= match.partial])
     runs = _runs(lay, match.reason, match.held, match.whole)
-    before, spot = runs[match.whole], jnp.minimum(match.whole, S - 1)
+    before, spot = runs[:, match.whole], jnp.minimum(match.whole, S - 1)
 
     def run_to(end):
         return _run_to(lay, match.reason[spot], match.held[spot], before, base, end)
 
-    runs = jnp.concatenate([runs, jax.vmap(run_to)(base + inside)])
-    ok = jax.vmap(lambda p, r: _enough(lay, p, r))(positions, runs).T & valid[None]
+    runs = jnp.concatenate([runs, jax.vmap(run_to, out_axes=1)(base + inside)], axis=1)
+    at_each = jax.vmap(lambda p, r: _enough(lay, p, r), in_axes=(0, 1), out_axes=1)
+    ok = at_each(positions, runs) & valid[None]
     met = _verify.check_groups(ok)
     replayable = not any(_is(lay, Kind.STATE))
     bound = _closed(lay) | (not replayable)
@@ -342,7 +362,7 @@ def assess(cache: Cache, match: Match, length: jax.Array) -> Availability:
         usable=valid & (met == 0),
         recoverable=valid & jnp.all(ok | ~bound[:, None], axis=0),
         boundary_reason=jnp.where(valid, met, jnp.uint8(Reason.NOT_FOUND)),
-        group_ok=ok, runs=runs.T, layout=lay,
+        group_ok=ok, runs=runs, layout=lay,
     )  # fmt: skip
 
 

@@ -130,12 +130,12 @@ def verify_lease(cache: Cache, lease: Lease, need: Need) -> jax.Array:
     B = lay.segment_tokens
     seg = rows_of(cache.table, lease.rows)
     begin = jnp.arange(lease.rows.shape[1], dtype=jnp.int32)[None] * B
-    reads = []
+    each = []
     for g, spec in enumerate(lay.groups):
         lo, hi = (x[:, None] * spec.rule.unit for x in required(spec.rule, lease.length))
         shared = (lease.rows < N) & ~lease.own & ~lease.private[:, g]
-        reads.append(shared & (lo < begin + B) & (hi > begin))
-    reads = jnp.stack(reads, -1)
+        each.append(shared & (lo < begin + B) & (hi > begin))
+    reads = jnp.stack(each, -1)
     why = jax.vmap(jax.vmap(
         lambda s: first_reason(check_abi(lay, s, need), check_bytes(lay, s, need))
     ))(seg)  # fmt: skip
