@@ -64,9 +64,11 @@ from hkv._admit import Verdict as Verdict
 from hkv._admit import admit as admit
 from hkv._admit import fork as fork
 from hkv._admit import lease as lease
+from hkv._admit import set_caps as set_caps
 from hkv._lease import Lease as Lease
 from hkv._lease import check_lease as check_lease
 from hkv._lease import release as release
+from hkv._lease import trim as trim
 
 # isort: split
 # Read, write, recover.

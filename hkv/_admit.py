@@ -7,12 +7,14 @@ for a branch of a running request (`fork`).
 import dataclasses
 import enum
 import functools
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from hkv._arguments import check_array, check_type
-from hkv._cache import Cache, form_bits, rows_of
+from hkv._cache import Cache, bumped, form_bits, rows_of, same_generation
 from hkv._evict import make_room
 from hkv._layout import DEVICE_FORMS, FORMS, Form
 from hkv._lease import FOREVER, Lease, check_lease
@@ -92,6 +94,27 @@ class _Source:
     ok: jax.Array  # bool
 
 
+def set_caps(cache: Cache, caps: Mapping[Form, int]) -> Cache:
+    """The cache with other caps; nothing compiles, and what is stored stays.
+
+    Args:
+        cache: the cache.
+        caps: most pages that a device form may occupy over its groups.
+
+    Raises:
+        ValueError: an unknown form, or a number out of range.
+    """
+    check_type("cache", cache, Cache)
+    new = np.array(jax.device_get(cache.caps))
+    for form, pages in caps.items():
+        if form not in DEVICE_FORMS:
+            raise ValueError(f"`caps` names {form!r}; give device forms: {list(DEVICE_FORMS)}")
+        if isinstance(pages, bool) or not isinstance(pages, int) or not 0 <= pages < 2**31:
+            raise ValueError(f"`caps` gives {pages!r} for {form.name}; give pages, 0 or more")
+        new[form] = pages
+    return dataclasses.replace(cache, caps=jax.device_put(new, cache.caps.sharding))
+
+
 def admit(cache: Cache, plan: Plan, total: jax.Array) -> tuple[Cache, Lease, Admission]:
     """Reserves pages for whole requests, pins what they reuse, copies the partly shared segment.
 
@@ -144,7 +167,7 @@ def _lease(cache: Cache, plan: Plan):
     none = dataclasses.replace(
         plan,
         fill=jnp.zeros_like(plan.fill), fill_start=jnp.zeros_like(plan.fill_start),
-        replay=jnp.zeros_like(plan.replay),
+        replay=jnp.stack([plan.resume, plan.resume], -1),
     )  # fmt: skip
     ok = jnp.ones(plan.resume.shape, bool)
     return _reserve_all(cache, _source(none, ok), plan.resume, False)
@@ -182,7 +205,8 @@ def _fork(cache: Cache, lease: Lease, total: jax.Array):
     G = len(cache.layout.groups)
     source = _Source(
         rows=lease.rows, version=lease.version, resume=lease.length, fill=span, fill_start=zero,
-        fill_groups=jnp.zeros((*zero.shape, G), bool), replay=span,
+        fill_groups=jnp.zeros((*zero.shape, G), bool),
+        replay=jnp.stack([lease.length, lease.length], -1),
         replay_groups=jnp.zeros((*zero.shape, G), bool),
         have=jnp.stack([lo, jnp.broadcast_to(lease.length[:, None], lo.shape)], -1), ok=ok,
     )  # fmt: skip
@@ -280,7 +304,7 @@ def _reserve(cache: Cache, x: _Source, total: jax.Array, grow: bool):
     block(jnp.any(need > free + loose), Blocker.PAGES, False)
     block(need_rows > cache.n_free_rows + jnp.sum(idle, dtype=jnp.int32), Blocker.ROWS, False)
     block(~jnp.any(cache.serials == 0), Blocker.LEASES, False)
-    fresh = (x.rows < N) & (take(t.version, x.rows, 0) == x.version)
+    fresh = (x.rows < N) & same_generation(take(t.version, x.rows, 0), x.version)
     block(~jnp.all(fresh | ~reused) | ~x.ok, Blocker.CHANGED, False)
     block(jnp.any(form_need + form_mine > caps), Blocker.CAP, True)
     block(jnp.any(need + mine > capacity), Blocker.PAGES, True)
@@ -391,11 +415,12 @@ def _open_rows(cache: Cache, rows: jax.Array, mask: jax.Array) -> Cache:
     old = rows_of(t, at)
     table = dataclasses.replace(
         t,
-        version=put(t.version, at, old.version + 1),
-        born=put(t.born, at, old.version + 1),
+        version=put(t.version, at, bumped(old.version, readable=False)),
+        born=put(t.born, at, bumped(old.version, readable=False)),
         life=put(t.life, at, jnp.broadcast_to(life, (K, FORMS))),
         form=put(t.form, at, form_bits(jnp.broadcast_to(life, (K, FORMS)))),
         length=put(t.length, at, jnp.zeros(K, jnp.int32)),
+        parent=put(t.parent, at, jnp.full(K, N, jnp.int32)),
         children=put(t.children, at, jnp.zeros(K, jnp.int32)),
         pins=put(t.pins, at, jnp.zeros(K, jnp.int32)),
         held=put(t.held, at, jnp.zeros((K, G, 2), jnp.int32)),

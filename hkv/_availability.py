@@ -104,7 +104,7 @@ class Availability:
     @property
     def boundary(self) -> jax.Array:
         """`i32[Q]`: the furthest usable position; 0 where only a cold run is right."""
-        return jnp.max(jnp.where(self.usable, self.positions, 0), axis=-1)
+        return _furthest(self.usable, self.positions)
 
     def _repr_html_(self) -> str:
         return "".join(_html(self, q) for q in range(self.matched.shape[0]))
@@ -113,6 +113,11 @@ class Availability:
         if isinstance(self.matched, jax.core.Tracer) or not hasattr(self.matched, "shape"):
             return "Availability(traced)"
         return "\n".join(explain(self))
+
+
+@jax.jit
+def _furthest(valid: jax.Array, positions: jax.Array) -> jax.Array:
+    return jnp.max(jnp.where(valid, positions, 0), axis=-1)
 
 
 def table(availability: Availability, q: int = 0) -> list[list[str]]:

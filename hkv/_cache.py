@@ -26,7 +26,7 @@ _pytree = jax.tree_util.register_dataclass
 class Table:
     """What is known of each segment. With the leading N dropped, of one segment."""
 
-    version: jax.Array  # u32[N], bumped on every transition, never reset
+    version: jax.Array  # u32[N], bumped on every transition, never reset; see `bumped`
     form: jax.Array  # u8[N], bit f set where form f is READY on the device
     life: jax.Array  # u8[N, F], lifecycle state per form
     key: jax.Array  # u32[N, 2], of the prefix through this segment; proposes, proves nothing
@@ -94,7 +94,7 @@ class Cache:
         """
         if not 0 <= i < self.layout.segments:
             raise IndexError(f"`i` is {i}; rows are 0 to {self.layout.segments - 1}")
-        return jax.tree.map(lambda a: a[i], self.table)
+        return _row_of(self.table, jax.device_put(np.int32(i)))
 
     def __repr__(self) -> str:
         if not isinstance(self.clock, jax.Array) or isinstance(self.clock, jax.core.Tracer):
@@ -212,9 +212,26 @@ def init(layout: Layout, sharding: jax.sharding.NamedSharding | None = None) -> 
     return jax.jit(_make, static_argnums=0, out_shardings=out)(layout)
 
 
+def bumped(version: jax.Array, *, readable: bool) -> jax.Array:
+    """`u32[...]`: the version after a transition.
+
+    The upper 24 bits are the generation: who read the segment before may go on only within one.
+    A transition that leaves every payload readable where it was, such as publication, stays in it.
+    """
+    return version + 1 if readable else (version | jnp.uint32(0xFF)) + 1
+
+
+def same_generation(a: jax.Array, b: jax.Array) -> jax.Array:
+    """`bool[...]`: whether what was readable at version `a` is so at `b`."""
+    return (a >> 8) == (b >> 8)
+
+
 def rows_of(table: Table, rows: jax.Array) -> Segment:
     """The segments at `rows` (`i32[...]`); a row of N reads as an EMPTY segment of length 0."""
     return jax.tree.map(lambda a: take(a, rows, 0), table)
+
+
+_row_of = jax.jit(rows_of)
 
 
 def form_bits(life: jax.Array) -> jax.Array:

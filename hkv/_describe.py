@@ -8,6 +8,7 @@ import numpy as np
 from hkv._availability import Place
 from hkv._cache import Cache
 from hkv._identity import Need
+from hkv._identity import need as default_need
 from hkv._layout import Form
 from hkv._lifecycle import Life
 from hkv._query import pad_batch, query
@@ -43,13 +44,14 @@ class Description(list[Held]):
         )
 
 
-def describe(cache: Cache, prefix, need: Need) -> Description:
+def describe(cache: Cache, prefix, need: Need | None = None) -> Description:
     """What is stored along a prefix: per segment and layer, form, precision, range and place.
 
     Args:
         cache: the cache.
         prefix: a sequence of token ids.
-        need: for one request; identity and epoch decide which segments these are.
+        need: for one request; identity and epoch decide which segments these are. Without one,
+            what a plain `need(cache)` asks for.
 
     Returns:
         One entry per segment, layer and group, in the order of the prefix.
@@ -58,6 +60,7 @@ def describe(cache: Cache, prefix, need: Need) -> Description:
         ValueError: a prefix that fits no bucket, or ids out of range.
     """
     tokens, length = pad_batch(cache.layout, [[*prefix, 0]])  # a prompt reuses at most all but one
+    need = need or default_need(cache, bucket=tokens.shape[1])
     rows = np.asarray(query(cache, tokens, length, need).rows[0])
     out = Description()
     for row in rows[rows < cache.layout.segments]:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from hkv._arguments import check_array, check_type
-from hkv._cache import PROBE, WAYS, Cache, form_bits, openings_of, rows_of
+from hkv._cache import PROBE, WAYS, Cache, bumped, form_bits, openings_of, rows_of
 from hkv._identity import opening_slots
 from hkv._layout import DEVICE_FORMS, FORMS, Form
 from hkv._lifecycle import Life, legal
@@ -43,7 +43,7 @@ def set_life(cache: Cache, rows: jax.Array, forms: jax.Array, life: Life, mask: 
         t,
         life=put(t.life, at, new),
         form=put(t.form, at, form_bits(new)),
-        version=add(t.version, at, jnp.ones_like(at, jnp.uint32)),
+        version=put(t.version, at, bumped(take(t.version, at, 0), readable=life is Life.READY)),
     )
     return dataclasses.replace(cache, table=table), moved
 
@@ -118,7 +118,7 @@ def free_segments(cache: Cache, rows: jax.Array, mask: jax.Array) -> Cache:
         ),
         life=put(t.life, at, jnp.zeros_like(seg.life)),
         form=put(t.form, at, jnp.zeros_like(seg.form)),
-        version=add(t.version, at, jnp.ones_like(seg.version)),
+        version=put(t.version, at, bumped(seg.version, readable=False)),
         length=put(t.length, at, jnp.zeros_like(seg.length)),
     )
     return push_rows(dataclasses.replace(cache, table=table), rows, mask)

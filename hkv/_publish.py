@@ -7,15 +7,16 @@ import jax
 import jax.numpy as jnp
 
 from hkv._arguments import check_type
-from hkv._cache import PROBE, WAYS, Cache, form_bits, openings_of, rows_of
+from hkv._cache import PROBE, WAYS, Cache, bumped, form_bits, openings_of, rows_of
 from hkv._evict import set_life, unlist
 from hkv._identity import Need, block_keys, opening_slots
 from hkv._layout import DEVICE_FORMS, FORMS, Form
 from hkv._lease import Lease, check_lease
 from hkv._lifecycle import Life
-from hkv._lookup import index_base
+from hkv._lookup import by_key, index_base
 from hkv._pages import push_pages
 from hkv._query import check_batch, check_need, find
+from hkv._rules import Kind
 from hkv._slots import add, put, take
 from hkv._verify import payload_digest
 from hkv._view import stamps_hold
@@ -94,10 +95,15 @@ def _publish_one(cache: Cache, lease: Lease, tokens, length, ok, need: Need, par
     shared = jnp.where(column < found.whole, B, jnp.where(column == found.whole, found.partial, 0))
     stored = good & (shared >= n) & (n > 0)
     rows = lease.rows
-    writing = (take(cache.table.length, rows, 1) == 0) & lease.own
+    # Whole segments that a branch shares with the request it left are listed by the first to come.
+    writing = (take(cache.table.length, rows, 1) == 0) & (lease.own | (n == B))
     ready = (n == B) | ((n > 0) & partial)
     legal = jnp.all((tokens.reshape(S, B) >= 0) | (begin[:, None] < length - n[:, None]), axis=1)
+    # Along one chain: parents before children, and none below a segment that is superseded.
+    same = (rows == found.rows) | (stored & writing)
+    stored &= jnp.concatenate([jnp.ones(1, bool), jnp.cumprod(same)[:-1] > 0])
     fresh = writing & ready & ~stored & legal
+    fresh &= jnp.cumprod(fresh | same) > 0
     canon = jnp.where(stored & writing, found.rows, rows)
     parent = jnp.concatenate([jnp.full(1, N, jnp.int32), canon[:-1]])
 
@@ -112,9 +118,10 @@ def _publish_one(cache: Cache, lease: Lease, tokens, length, ok, need: Need, par
         tokens=put(cache.tokens, jnp.where(fresh, rows, N), tokens.reshape(S, B)),
         clock=cache.clock + 1,
     )
-    # A stored segment under the same key whose history failed its checks is superseded.
-    old = found.rows
-    cache = unlist(cache, old, fresh & (n == B) & (old < N) & (old != rows) & (shared == B))
+    # What stands under the same key but fails its checks, or hangs on another parent, would hide
+    # the new segment: it is superseded.
+    old = jax.vmap(lambda key: by_key(cache, key, need.epoch))(after)
+    cache = unlist(cache, old, fresh & (n == B) & (old < N) & (old != rows))
     cache = _list(cache, rows, fresh, n)
     at = jnp.where(fresh & (parent < N), parent, N)
     children = add(cache.table.children, at, jnp.ones(S, jnp.int32))
@@ -136,9 +143,16 @@ def _describe(cache, lease, rows, fresh, parent, n, begin, after, before, need) 
         if spec.rule.prefix_closed:
             held.append(jnp.stack([start, start + n // u * u], -1))
             continue
+        if spec.rule.kind is Kind.STATE:  # no snapshot is written yet, so none is claimed
+            held.append(jnp.stack([start, start], -1))
+            continue
         any_kept = lease.have[g, 1] > lease.have[g, 0]
         first = jnp.where(any_kept, lease.have[g, 0], lease.write[g, 0])
         held.append(jnp.stack([start + jnp.clip(first - begin, 0, n), start + n], -1))
+
+    # What is computed from a segment is at best what that segment was.
+    read = jnp.where(lease.own, N, rows)
+    worst = jnp.max(take(t.provenance, read, 0))
 
     def all_rows(x):
         return jnp.broadcast_to(x[None], (S, *x.shape))
@@ -155,7 +169,7 @@ def _describe(cache, lease, rows, fresh, parent, n, begin, after, before, need) 
         media=put(t.media, at, need.media),
         epoch=put(t.epoch, at, all_rows(need.epoch)),
         indexer_version=put(t.indexer_version, at, all_rows(need.indexer_version)),
-        provenance=put(t.provenance, at, jnp.zeros(S, jnp.uint8)),
+        provenance=put(t.provenance, at, all_rows(worst)),
         used=put(t.used, at, jnp.broadcast_to(cache.clock, (S, FORMS))),
         abi=put(t.abi, at, all_rows(need.abi)),
         codes=put(t.codes, at, all_rows(need.codes)),
@@ -264,11 +278,11 @@ def _give_back(cache: Cache, lease: Lease, ok, need: Need):
         codes=put(t.codes, at, jnp.where(give[..., None], need.codes[None], seg.codes)),
         life=put(t.life, at, life),
         form=put(t.form, at, form_bits(life)),
-        version=put(t.version, at, seg.version + 1),
+        version=put(t.version, at, bumped(seg.version, readable=True)),
     )
     lease = dataclasses.replace(
         lease,
         private=lease.private & ~give.T,
-        version=jnp.where(changed, seg.version + 1, lease.version),
+        version=jnp.where(changed, bumped(seg.version, readable=True), lease.version),
     )
     return dataclasses.replace(cache, table=table, pools=tuple(pools)), lease, give

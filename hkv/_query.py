@@ -94,7 +94,7 @@ def pad_batch(layout: Layout, prompts, vocabulary: int | None = None):
 
     Args:
         layout: gives the buckets.
-        prompts: a sequence of sequences of token ids.
+        prompts: a sequence of sequences of token ids; `bytes` are ids of a byte-level model.
         vocabulary: number of token ids, to refuse those out of range.
 
     Returns:
@@ -104,7 +104,9 @@ def pad_batch(layout: Layout, prompts, vocabulary: int | None = None):
         ValueError: no prompts, one longer than the longest bucket, or a token id out of range.
         TypeError: ids that are not integers.
     """
-    arrays = [np.asarray(p) for p in prompts]
+    arrays = [
+        np.frombuffer(p, np.uint8) if isinstance(p, bytes) else np.asarray(p) for p in prompts
+    ]
     if not arrays:
         raise ValueError("`prompts` is empty; give at least one prompt")
     T = layout.bucket(max(len(a) for a in arrays))
@@ -117,7 +119,7 @@ def pad_batch(layout: Layout, prompts, vocabulary: int | None = None):
             bad = a[(a < 0) | (a >= top)][0]
             raise ValueError(f"`prompts[{q}]` holds token {bad}; ids are 0 to {top - 1}")
         out[q, : len(a)] = a
-    return jnp.asarray(out), jnp.asarray(np.array([len(a) for a in arrays], np.int32))
+    return jax.device_put((out, np.array([len(a) for a in arrays], np.int32)))
 
 
 @jax.jit

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from hkv._arguments import check_array
-from hkv._cache import Cache, rows_of
+from hkv._cache import Cache, bumped, rows_of
 from hkv._layout import Form
 from hkv._slots import put, take
 from hkv._verify import payload_digest
@@ -79,7 +79,7 @@ def _update(cache: Cache, rows, entries, indexer_version):
         cache, pools=tuple(pools), clock=clock,
         table=dataclasses.replace(
             t, held=put(t.held, at, held), written=put(t.written, at, written),
-            version=put(t.version, at, seg.version + 1),
+            version=put(t.version, at, bumped(seg.version, readable=False)),
             indexer_version=put(
                 t.indexer_version, at, jnp.broadcast_to(indexer_version, (K,))
             ),

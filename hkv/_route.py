@@ -6,6 +6,7 @@ the cheapest by the caller's prices, not simply the longest.
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,12 +39,10 @@ def costs(prefill: float = 1.0, replay: float = 1.0, recover: float = 0.0) -> Co
             raise ValueError(f"`{name}` is {value}; give a price of 0 or more")
     if math.isinf(prefill):
         raise ValueError("`prefill` is infinite; then nothing could be run cold")
-    f32 = jnp.float32
-    return Costs(
-        prefill=jnp.asarray(prefill, f32),
-        replay=jnp.asarray(replay, f32),
-        recover=jnp.asarray(recover, f32),
-    )
+    prices: Any = Costs(
+        prefill=np.float32(prefill), replay=np.float32(replay), recover=np.float32(recover)
+    )  # fmt: skip
+    return jax.device_put(prices)
 
 
 @jax.tree_util.register_dataclass

@@ -53,6 +53,10 @@ class View:
         spec, pool = lay.groups[g], self.cache.pools[g]
         if layer not in spec.layers:
             raise ValueError(f"`layer` is {layer}; group {group!r} has layers {spec.layers}")
+        if spec.rule.kind is Kind.STATE:
+            raise ValueError(
+                f"`group` is {group!r}: recurrent states cannot be read or written yet"
+            )
         check_array("index", index, jnp.int32, self.position.shape[0], None)
         if new.shape[0] != self.position.shape[0] or new.shape[2:] != spec.row:
             raise ValueError(
@@ -122,8 +126,8 @@ def stamps_hold(cache: Cache, lease: Lease, position: jax.Array) -> jax.Array:
 def view(cache: Cache, lease: Lease, count: jax.Array, position: jax.Array | None = None) -> View:
     """The cache in front of the next chunk, with the lease and every page stamp checked here.
 
-    Call it in the jitted program that reads. A request whose segment changed version or whose
-    page was rewritten reads zeros, writes nothing, and is False in `ok`: route it again.
+    Call it in the jitted program that reads. A request whose segment changed version, whose page
+    was rewritten, or whose chunk would leave a gap or end past `total` reads zeros, writes nothing, and is False in `ok`: route it again.
 
     Args:
         cache: the cache as it is now.
@@ -139,6 +143,7 @@ def view(cache: Cache, lease: Lease, count: jax.Array, position: jax.Array | Non
     check_array("position", position, jnp.int32, Q)
     ok = check_lease(cache, lease) & stamps_hold(cache, lease, position)
     ok &= (count >= 0) & (position + count <= lease.total)
+    ok &= (position >= 0) & (position <= lease.length)  # no gaps
     return View(cache=cache, lease=lease, position=position, count=count, ok=ok, pending={})
 
 
@@ -158,7 +163,14 @@ def append(done: View, advance: bool = True) -> tuple[Cache, Lease, jax.Array]:
     check_type("done", done, View)
     cache, lease = done.cache, done.lease
     lay = cache.layout
-    pools = list(cache.pools)
+    pools, ok = list(cache.pools), done.ok
+    own = lease.own & (take(cache.table.length, lease.rows, 1) == 0)  # published rows stay
+    if advance:
+        # New tokens, also after a step back, replace nothing but what this request wrote.
+        begin = jnp.arange(own.shape[1], dtype=jnp.int32)[None] * lay.segment_tokens
+        lo, hi = done.position[:, None], (done.position + done.count)[:, None]
+        theirs = (begin < hi) & (begin + lay.segment_tokens > lo) & ~own
+        ok &= (done.count <= 0) | ~(jnp.any(theirs, 1) | jnp.any(lo < lease.write[..., 0], 1))
     for name, layers in done.pending.items():
         g = lay.group(name)
         spec, pool = lay.groups[g], cache.pools[g]
@@ -173,15 +185,15 @@ def append(done: View, advance: bool = True) -> tuple[Cache, Lease, jax.Array]:
         close = (index + 1) * u - 1
         wlo, whi, _, _ = done._spans(g)
         keep = (wlo <= close) & (close < whi) & (close >= here)
-        keep &= (close < here + done.count[:, None]) & done.ok[:, None]
+        keep &= (close < here + done.count[:, None]) & ok[:, None]
         column = index * u // lay.segment_tokens
-        mine = lease.own | lease.private[:, g]
+        mine = own | lease.private[:, g]
         keep &= jnp.take_along_axis(mine, jnp.minimum(column, mine.shape[1] - 1), axis=1)
         data, stamp = scatter_rows(
             pool.data, pool.stamp, lease.pages[g], index, rows, _expect(lease, g), keep
         )
         pools[g] = dataclasses.replace(pool, data=data, stamp=stamp)
     if advance:
-        moved = jnp.where(done.ok, done.position + done.count, lease.length)
+        moved = jnp.where(ok, done.position + done.count, lease.length)
         lease = dataclasses.replace(lease, length=moved)
-    return dataclasses.replace(cache, pools=tuple(pools)), lease, done.ok
+    return dataclasses.replace(cache, pools=tuple(pools)), lease, ok
