@@ -43,6 +43,7 @@ from hkv._identity import media_digests as media_digests
 from hkv._identity import need as need
 from hkv._query import pad_batch as pad_batch
 from hkv._query import query as query
+from hkv._verify import Ask as Ask
 from hkv._verify import check_abi as check_abi
 from hkv._verify import check_block as check_block
 from hkv._verify import check_bytes as check_bytes

@@ -17,7 +17,7 @@ from hkv._arguments import check_array, check_type
 from hkv._cache import Cache, bumped, form_bits, rows_of, same_generation
 from hkv._evict import make_room
 from hkv._layout import DEVICE_FORMS, FORMS, Form
-from hkv._lease import FOREVER, Lease, check_lease
+from hkv._lease import FOREVER, Lease, check_fits, check_lease
 from hkv._lifecycle import Life
 from hkv._pages import pop_pages, pop_rows, used_pages
 from hkv._route import Plan
@@ -105,6 +105,7 @@ def set_caps(cache: Cache, caps: Mapping[Form, int]) -> Cache:
         ValueError: an unknown form, or a number out of range.
     """
     check_type("cache", cache, Cache)
+    check_type("caps", caps, Mapping)
     new = np.array(jax.device_get(cache.caps))
     for form, pages in caps.items():
         if form not in DEVICE_FORMS:
@@ -112,7 +113,9 @@ def set_caps(cache: Cache, caps: Mapping[Form, int]) -> Cache:
         if isinstance(pages, bool) or not isinstance(pages, int) or not 0 <= pages < 2**31:
             raise ValueError(f"`caps` gives {pages!r} for {form.name}; give pages, 0 or more")
         new[form] = pages
-    return dataclasses.replace(cache, caps=jax.device_put(new, cache.caps.sharding))
+    # Committed to a device only where it was: that is part of what a compiled program expects.
+    to = cache.caps.sharding if cache.caps.committed else None
+    return dataclasses.replace(cache, caps=jax.device_put(new, to))
 
 
 def admit(cache: Cache, plan: Plan, total: jax.Array) -> tuple[Cache, Lease, Admission]:
@@ -186,8 +189,7 @@ def fork(cache: Cache, lease: Lease, total: jax.Array) -> tuple[Cache, Lease, Ad
     Returns:
         The cache, the leases of the branches, and the verdicts as `admit` gives them.
     """
-    check_type("cache", cache, Cache)
-    check_type("lease", lease, Lease)
+    check_fits(cache, lease)
     check_array("total", total, jnp.int32, lease.rows.shape[0])
     return _fork(cache, lease, total)
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hkv._arguments import check_type
 from hkv._layout import Form, Layout
 
 
@@ -146,6 +147,7 @@ def explain(availability: Availability) -> list[str]:
     Returns:
         For each request a summary line, then a line per (form, reason) that is not OK.
     """
+    check_type("availability", availability, Availability)
     a = jax.device_get(availability)
     out = []
     for q in range(a.matched.shape[0]):

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hkv._arguments import check_type
 from hkv._layout import DEVICE_FORMS, FORMS, Layout
 from hkv._lifecycle import Life
 from hkv._slots import take
@@ -92,6 +93,8 @@ class Cache:
         Raises:
             IndexError: no such row.
         """
+        if isinstance(i, bool) or not isinstance(i, int | np.integer):
+            raise TypeError(f"`i` is {i!r}; give the number of a row")
         if not 0 <= i < self.layout.segments:
             raise IndexError(f"`i` is {i}; rows are 0 to {self.layout.segments - 1}")
         return _row_of(self.table, jax.device_put(np.int32(i)))
@@ -171,11 +174,13 @@ def _make(layout: Layout) -> Cache:
 
 def abstract(layout: Layout) -> Cache:
     """The cache of `layout` as shapes and dtypes; nothing is allocated."""
+    check_type("layout", layout, Layout)
     return jax.eval_shape(lambda: _make(layout))
 
 
 def nbytes(layout: Layout) -> dict[str, int]:
     """Device bytes per group, and of everything else under `"table"`."""
+    check_type("layout", layout, Layout)
     c = abstract(layout)
 
     def size(tree):
@@ -195,8 +200,19 @@ def init(layout: Layout, sharding: jax.sharding.NamedSharding | None = None) -> 
             the same mesh. Without one, everything lies on the default device.
 
     Raises:
-        ValueError: a sharding over another number of devices than `layout.shards`.
+        TypeError: no layout, or another kind of sharding.
+        ValueError: a sharding over another number of devices than `layout.shards`, or one that
+            does not divide a pool, or a dtype that JAX has switched off.
     """
+    check_type("layout", layout, Layout)
+    if sharding is not None:
+        check_type("sharding", sharding, jax.sharding.NamedSharding)
+    for g in layout.groups:
+        if jax.dtypes.canonicalize_dtype(g.dtype) != g.dtype:
+            raise ValueError(
+                f"`dtype` of group {g.name!r} is {g.dtype}, which JAX has switched off; "
+                "enable x64 or use 32 bits"
+            )
     devices = 1 if sharding is None else len(sharding.device_set)
     if devices != layout.shards:
         raise ValueError(
@@ -205,6 +221,11 @@ def init(layout: Layout, sharding: jax.sharding.NamedSharding | None = None) -> 
         )
     if sharding is None:
         return jax.jit(_make, static_argnums=0)(layout)
+    for g, pool in zip(layout.groups, abstract(layout).pools, strict=True):
+        try:
+            sharding.shard_shape(pool.data.shape)
+        except (ValueError, IndexError) as error:
+            raise ValueError(f"`sharding` does not divide group {g.name!r}: {error}") from None
     whole = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
     out = jax.tree.map(lambda _: whole, abstract(layout))
     pools = tuple(dataclasses.replace(p, data=sharding) for p in out.pools)

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 
+from hkv._arguments import check_type
 from hkv._availability import Place
 from hkv._cache import Cache
 from hkv._identity import Need
@@ -59,7 +60,10 @@ def describe(cache: Cache, prefix, need: Need | None = None) -> Description:
     Raises:
         ValueError: a prefix that fits no bucket, or ids out of range.
     """
-    tokens, length = pad_batch(cache.layout, [[*prefix, 0]])  # a prompt reuses at most all but one
+    check_type("cache", cache, Cache)
+    # A prompt reuses at most all but one token, so one more goes along where the bucket has room.
+    room = cache.layout.bucket(len(prefix))
+    tokens, length = pad_batch(cache.layout, [[*prefix, 0][:room]])
     need = need or default_need(cache, bucket=tokens.shape[1])
     rows = np.asarray(query(cache, tokens, length, need).rows[0])
     out = Description()

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hkv._arguments import check_int, check_type
 from hkv._availability import Provenance
 from hkv._cache import Cache
 from hkv._layout import Layout
@@ -57,6 +58,8 @@ def digest128(*fields: bytes) -> np.ndarray:
     Args:
         fields: byte strings; their number and lengths are part of what is digested.
     """
+    for f in fields:
+        check_type("fields", f, bytes)
     h = hashlib.blake2b(digest_size=16, person=b"hkv-v1")
     h.update(len(fields).to_bytes(8, "little"))
     for f in fields:
@@ -73,6 +76,11 @@ def media_digests(layout: Layout, tokens: int, items: Sequence[tuple[int, int, b
         tokens: length of the prompt.
         items: (first token, number of tokens, content digest) of each image or the like.
     """
+    check_type("layout", layout, Layout)
+    for at, n, digest in items:
+        check_int("items", at, 0)
+        check_int("items", n, 1)
+        check_type("items", digest, bytes)
     B = layout.segment_tokens
     out = np.zeros((layout.bucket(tokens) // B, 4), np.uint32)
     for i in range(len(out)):
@@ -89,6 +97,7 @@ def byte_codes(cache: Cache) -> np.ndarray:
     Derived on the host from the arrays themselves: shard shape and index, dtype, device layout,
     memory kind, device kind and address modulo 64 bytes. Never 0.
     """
+    check_type("cache", cache, Cache)
     out = np.zeros((len(cache.pools), cache.layout.shards), np.uint32)
     for g, pool in enumerate(cache.pools):
         for s, shard in enumerate(pool.data.addressable_shards):
@@ -132,7 +141,8 @@ def need(
         salt: tenant, one or one per request.
         adapter: content digest of the adapter, one or one per request.
         model: content digest of the model.
-        start: absolute position of the first token, one or one per request.
+        start: absolute position of the first token, one or one per request; the longest bucket
+            must end before 2**31.
         media: `u32[Q, S, 4]` from `media_digests`, or None for text alone.
         bucket: length bucket in tokens when there is no media; the longest by default.
         epoch: version of the weights, 0 to 2**32 - 1.
@@ -142,25 +152,40 @@ def need(
         codes: `u32[G, shards]`; the pools' own by default.
 
     Raises:
-        ValueError: a number out of range or a sequence of another length than `requests`.
+        TypeError: a value of another type.
+        ValueError: a number out of range, a sequence of another length than `requests`, an
+            unknown bucket, or arrays for another layout.
     """
+    check_type("cache", cache, Cache)
     lay = cache.layout
-    if requests < 1:
-        raise ValueError(f"`requests` is {requests}; give 1 or more")
+    check_int("requests", requests, 1)
+    check_type("model", model, bytes)
     salts = _each("salt", salt, str, requests)
     adapters = _each("adapter", adapter, bytes, requests)
     starts = _each("start", start, int, requests)
     for name, value, top in (
         ("epoch", epoch, 2**32), ("indexer_version", indexer_version, 2**32),
         ("provenance", provenance, len(Provenance)),
-        *(("start", x, 2**31) for x in starts),
+        *(("start", x, 2**31 - lay.buckets[-1]) for x in starts),
     ):  # fmt: skip
-        if not 0 <= value < top:
-            raise ValueError(f"`{name}` is {value}; give 0 to {top - 1}")
-    S = (bucket or lay.buckets[-1]) // lay.segment_tokens
+        check_int(name, value, 0, top)
+    bucket = lay.buckets[-1] if bucket is None else bucket
+    if bucket not in lay.buckets:
+        raise ValueError(f"`bucket` is {bucket!r}; give one of {lay.buckets}")
+    S = bucket // lay.segment_tokens
     media = np.zeros((requests, S, 4), np.uint32) if media is None else np.asarray(media)
-    if media.ndim != 3 or media.shape[0] != requests or media.shape[2] != 4:
-        raise ValueError(f"`media` has shape {media.shape}; give [{requests}, S, 4]")
+    if media.dtype != np.uint32:
+        raise TypeError(f"`media` is {media.dtype}; give uint32 from media_digests")
+    wide = [n // lay.segment_tokens for n in lay.buckets]
+    if media.ndim != 3 or media.shape[::2] != (requests, 4) or media.shape[1] not in wide:
+        raise ValueError(f"`media` has shape {media.shape}; give [{requests}, S, 4], S of {wide}")
+    abi = lay.abi if abi is None else np.array(abi, np.uint32)
+    codes = byte_codes(cache) if codes is None else np.array(codes, np.uint32)
+    for name, a, want in (
+        ("abi", abi, (len(lay.groups),)), ("codes", codes, (len(lay.groups), lay.shards)),
+    ):  # fmt: skip
+        if a.shape != want:
+            raise ValueError(f"`{name}` has shape {a.shape}; give {want}")
     ids = [digest128(t.encode(), a, model) for t, a in zip(salts, adapters, strict=True)]
     numbers: Any = Need(
         identity=np.stack(ids),
@@ -169,10 +194,12 @@ def need(
         epoch=np.uint32(epoch),
         indexer_version=np.uint32(indexer_version),
         provenance=np.uint8(provenance),
-        abi=lay.abi if abi is None else np.array(abi, np.uint32),
-        codes=byte_codes(cache) if codes is None else np.array(codes, np.uint32),
+        abi=abi,
+        codes=codes,
     )
-    return jax.device_put(numbers)  # an explicit transfer: it compiles nothing
+    # An explicit transfer, to where the cache lies: it compiles nothing and is not repeated.
+    there = getattr(cache.clock, "committed", False)
+    return jax.device_put(numbers, cache.clock.sharding if there else None)
 
 
 def _each(name: str, value, kind: type, n: int) -> list:

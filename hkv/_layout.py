@@ -8,11 +8,12 @@ import enum
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
 
+from hkv._arguments import check_int, check_type
 from hkv._rules import Kind, Rule
 
 ABI_FORMAT = 1  # raised when the meaning of any field of a fingerprint changes
@@ -108,15 +109,18 @@ class Layout:
     shards: int = 1
 
     def __post_init__(self):
-        object.__setattr__(self, "buckets", tuple(self.buckets))
+        for name in ("groups", "buckets"):
+            object.__setattr__(self, name, _tuple(name, getattr(self, name)))
         B = _positive("segment_tokens", self.segment_tokens)
         _positive("segments", self.segments)
         _positive("leases", self.leases)
         _positive("shards", self.shards)
+        for n in self.buckets:
+            _positive("buckets", n)
         if not self.buckets or list(self.buckets) != sorted(set(self.buckets)):
             raise ValueError(f"`buckets` must rise, got {self.buckets}; give lengths in tokens")
         for n in self.buckets:
-            if _positive("buckets", n) % B:
+            if n % B:
                 raise ValueError(f"`buckets` holds {n}, not a multiple of segment_tokens {B}")
         if self.segments < self.buckets[-1] // B:
             raise ValueError(
@@ -132,7 +136,22 @@ class Layout:
         object.__setattr__(self, "groups", groups)
 
     def _sized(self, g: Group) -> Group:
-        g = dataclasses.replace(g, layers=tuple(g.layers), row=tuple(g.row), abi=tuple(g.abi))
+        check_type("groups", g, Group)
+        check_type("name", g.name, str)
+        check_type("rule", g.rule, Rule)
+        layers, row, abi = (_tuple(n, getattr(g, n)) for n in ("layers", "row", "abi"))
+        for name, numbers in (("layers", layers), ("row", row)):
+            for n in numbers:
+                check_int(name, n, -(2**31))
+        layers, row = tuple(map(int, layers)), tuple(map(int, row))
+        for pair in abi:
+            if not isinstance(pair, tuple) or [type(x) in _PLAIN for x in pair] != [True, True]:
+                raise ValueError(
+                    f"`abi` of group {g.name!r} holds {pair!r}; give (name, plain value) pairs"
+                )
+        for name in ("rows_per_page", "pages"):
+            check_int(name, getattr(g, name), 0)
+        g = dataclasses.replace(g, layers=layers, row=row, abi=abi)
         if not isinstance(g.form, Form) or g.form not in _FORM_RULES:
             raise ValueError(f"`form` of group {g.name!r} is {g.form!r}; use a device form")
         if g.rule.kind not in _FORM_RULES[g.form]:
@@ -142,7 +161,7 @@ class Layout:
         if any(n < 1 for n in g.row):
             raise ValueError(f"`row` of group {g.name!r} is {g.row}; sizes must be 1 or more")
         try:
-            dtype = str(jnp.dtype(g.dtype))
+            dtype = str(jnp.dtype(g.dtype if g.dtype is not None else "None"))
         except TypeError:
             raise ValueError(
                 f"`dtype` of group {g.name!r} is {g.dtype!r}; name a NumPy or JAX dtype"
@@ -210,6 +229,7 @@ class Layout:
 
     def bucket(self, tokens: int) -> int:
         """The smallest bucket that holds `tokens`; a longer input is refused."""
+        check_int("tokens", tokens, 0)
         for n in self.buckets:
             if tokens <= n:
                 return n
@@ -217,6 +237,7 @@ class Layout:
 
     def request_pages(self, tokens: int) -> np.ndarray:
         """`i32[G]`: pages that `tokens` new tokens from a segment boundary on take at most."""
+        check_int("tokens", tokens, 0)
         n = math.ceil(tokens / self.segment_tokens)
         return np.array([n * self.segment_pages(g) for g in self.groups], np.int32)
 
@@ -229,7 +250,14 @@ class Layout:
         return dataclasses.replace(self, groups=self.groups[:i] + (g,) + self.groups[i + 1 :])
 
 
+_PLAIN = (str, int, float, bool)
 _RATIO = (Kind.HISTORY, Kind.INDEXER, Kind.TAIL)
+
+
+def _tuple(name: str, value) -> tuple:
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+        raise TypeError(f"`{name}` is {value!r}; give a tuple")
+    return tuple(value)
 
 
 def _positive(name: str, value: int) -> int:

@@ -39,11 +39,25 @@ class Lease:
     write: jax.Array  # i32[Q, G, 2], positions that a run writes
 
 
+def check_fits(cache: Cache, lease: Lease) -> None:
+    """Refuses what is no lease, or one of another layout."""
+    check_type("cache", cache, Cache)
+    check_type("lease", lease, Lease)
+    Q, S = lease.rows.shape
+    want = [(Q, S * cache.layout.segment_pages(g)) for g in cache.layout.groups]
+    if [p.shape for p in lease.pages] != want:
+        raise ValueError(
+            f"`lease` has block tables {[p.shape for p in lease.pages]}, this cache's are {want}; "
+            "give a lease of this cache"
+        )
+
+
 def check_lease(cache: Cache, lease: Lease) -> jax.Array:
     """`bool[Q]`: the lease is still held and its segments are of the generation it verified.
 
     This is the state pointer; the data pointer (page stamps) is checked where pages are read.
     """
+    check_fits(cache, lease)
     held = (take(cache.serials, lease.slot, 0) == lease.serial) & (lease.serial > 0)
     now = take(cache.table.version, lease.rows, 0)
     same = same_generation(now, lease.version) | (lease.rows >= cache.layout.segments)
@@ -55,8 +69,7 @@ def release(cache: Cache, lease: Lease) -> Cache:
 
     Donates `cache`. Releasing twice does nothing the second time.
     """
-    check_type("cache", cache, Cache)
-    check_type("lease", lease, Lease)
+    check_fits(cache, lease)
     return _release(cache, lease)
 
 
@@ -101,8 +114,7 @@ def trim(cache: Cache, lease: Lease) -> tuple[Cache, Lease]:
     Returns:
         The cache and the leases.
     """
-    check_type("cache", cache, Cache)
-    check_type("lease", lease, Lease)
+    check_fits(cache, lease)
     return _trim(cache, lease)
 
 

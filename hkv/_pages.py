@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from hkv._arguments import check_type
 from hkv._cache import Cache, Pool
 from hkv._slots import put, take
 
@@ -79,7 +80,6 @@ def used_pages(cache: Cache) -> jax.Array:
     return jnp.stack([p.owner.shape[0] - 1 - p.n_free for p in cache.pools]).astype(jnp.int32)
 
 
-@jax.jit
 def occupancy(cache: Cache) -> dict[str, jax.Array]:
     """Pages per group: `free`, `live` (of a stored segment nobody holds), `pinned`, `capacity`.
 
@@ -88,6 +88,12 @@ def occupancy(cache: Cache) -> dict[str, jax.Array]:
     Returns:
         `i32[G]` each.
     """
+    check_type("cache", cache, Cache)
+    return _occupancy(cache)
+
+
+@jax.jit
+def _occupancy(cache: Cache) -> dict[str, jax.Array]:
     N = cache.layout.segments
     out: dict[str, list[jax.Array]] = {"free": [], "live": [], "pinned": [], "capacity": []}
     for pool in cache.pools:

@@ -6,12 +6,11 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from hkv._arguments import check_type
 from hkv._cache import PROBE, WAYS, Cache, bumped, form_bits, openings_of, rows_of
 from hkv._evict import set_life, unlist
 from hkv._identity import Need, block_keys, opening_slots
 from hkv._layout import DEVICE_FORMS, FORMS, Form
-from hkv._lease import Lease, check_lease
+from hkv._lease import Lease, check_fits, check_lease
 from hkv._lifecycle import Life
 from hkv._lookup import by_key, index_base
 from hkv._pages import push_pages
@@ -52,8 +51,7 @@ def publish(
     Raises:
         TypeError, ValueError: as `query`.
     """
-    check_type("cache", cache, Cache)
-    check_type("lease", lease, Lease)
+    check_fits(cache, lease)
     check_batch(cache.layout, tokens, length)
     check_need(cache, need, tokens)
     B = cache.layout.segment_tokens
@@ -267,12 +265,20 @@ def _give_back(cache: Cache, lease: Lease, ok, need: Need):
     changed = jnp.any(give, axis=1)
     at = jnp.where(changed, rows, N)
     forms = jnp.stack([jnp.any(give[:, list(lay.form_groups(f))], axis=1) for f in Form], axis=1)
-    life = jnp.where(forms & (seg.life == Life.EMPTY), jnp.uint8(Life.READY), seg.life)
+    # Of a form that was invalidated nothing is kept but what was made again.
+    stale = forms & (seg.life == Life.STALE)
+    life = jnp.where(stale | (forms & (seg.life == Life.EMPTY)), jnp.uint8(Life.READY), seg.life)
+    group_form = jnp.asarray([spec.form for spec in lay.groups], jnp.int32)
+    old_held = jnp.where(
+        stale[:, group_form, None], jnp.broadcast_to(seg.start[:, None, None], seg.held.shape),
+        seg.held,
+    )  # fmt: skip
     held = seg.start[:, None, None] + spans
     table = dataclasses.replace(
         t,
         pages=tuple(pages),
-        held=put(t.held, at, jnp.where(give[..., None], held, seg.held)),
+        held=put(t.held, at, jnp.where(give[..., None], held, old_held)),
+        digest=put(t.digest, at, jnp.where(stale[:, group_form, None], jnp.uint32(0), seg.digest)),
         written=put(t.written, at, jnp.where(give, lease.written.T, seg.written)),
         abi=put(t.abi, at, jnp.where(give, need.abi[None], seg.abi)),
         codes=put(t.codes, at, jnp.where(give[..., None], need.codes[None], seg.codes)),

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hkv import _verify
+from hkv._arguments import check_type
 from hkv._availability import Availability, Place, Reason, Status
 from hkv._cache import Cache, rows_of
 from hkv._identity import PER_REQUEST, Need, block_keys
@@ -52,6 +53,7 @@ def query(cache: Cache, tokens: jax.Array, length: jax.Array, need: Need) -> Ava
             token or length out of range. Of arrays on the device that is not known here: a
             length out of range is answered with the reason LENGTH, a bad token matches nothing.
     """
+    check_type("cache", cache, Cache)
     lay = cache.layout
     check_batch(lay, tokens, length)
     check_need(cache, need, tokens)
@@ -60,6 +62,7 @@ def query(cache: Cache, tokens: jax.Array, length: jax.Array, need: Need) -> Ava
 
 def check_need(cache: Cache, need: Need, tokens: jax.Array) -> None:
     """Refuses a need of another batch or of another layout."""
+    check_need_layout(cache, need)
     lay = cache.layout
     S = tokens.shape[1] // lay.segment_tokens
     if need.media.shape[:2] != (tokens.shape[0], S) or need.identity.shape[0] != tokens.shape[0]:
@@ -67,6 +70,12 @@ def check_need(cache: Cache, need: Need, tokens: jax.Array) -> None:
             f"`need` is for {need.identity.shape[0]} requests of {need.media.shape[1]} segments, "
             f"`tokens` for {tokens.shape[0]} of {S}; give need(requests=..., bucket=...)"
         )
+
+
+def check_need_layout(cache: Cache, need: Need) -> None:
+    """Refuses what is no need, or one of another layout."""
+    check_type("need", need, Need)
+    lay = cache.layout
     if need.abi.shape != (len(lay.groups),) or need.codes.shape != (len(lay.groups), lay.shards):
         raise ValueError("`need` was made for another layout; make it from this cache")
 
@@ -104,11 +113,15 @@ def pad_batch(layout: Layout, prompts, vocabulary: int | None = None):
         ValueError: no prompts, one longer than the longest bucket, or a token id out of range.
         TypeError: ids that are not integers.
     """
+    check_type("layout", layout, Layout)
     arrays = [
         np.frombuffer(p, np.uint8) if isinstance(p, bytes) else np.asarray(p) for p in prompts
     ]
     if not arrays:
         raise ValueError("`prompts` is empty; give at least one prompt")
+    for q, a in enumerate(arrays):
+        if a.ndim != 1:
+            raise ValueError(f"`prompts[{q}]` has {a.ndim} axes; give a sequence of token ids")
     T = layout.bucket(max(len(a) for a in arrays))
     out = np.zeros((len(arrays), T), np.int32)
     for q, a in enumerate(arrays):

@@ -12,8 +12,8 @@ from hkv._arguments import check_array, check_type
 from hkv._availability import Reason
 from hkv._cache import Cache, rows_of
 from hkv._identity import Need
-from hkv._lease import FOREVER, Lease, check_lease
-from hkv._query import check_need
+from hkv._lease import FOREVER, Lease, check_fits, check_lease
+from hkv._query import check_need, check_need_layout
 from hkv._route import Plan
 from hkv._rules import Kind, required
 from hkv._verify import check_abi, check_bytes, first_reason
@@ -50,12 +50,14 @@ def recover(
         The cache; the lease, ready for new tokens; and `u8[Q]`: OK, or the `Reason` why what
         attention would read is not verified. Such a request must be routed again.
     """
-    check_type("cache", cache, Cache)
-    check_type("lease", lease, Lease)
+    check_fits(cache, lease)
     check_type("plan", plan, Plan)
     if plan.layout != cache.layout:
         raise ValueError("`plan` was made for another layout; route a query of this cache")
-    check_array("tokens", tokens, jnp.int32, lease.rows.shape[0], None)
+    Q, S = lease.rows.shape
+    if plan.rows.shape != (Q, S):
+        raise ValueError(f"`plan` has rows {plan.rows.shape}, the lease {(Q, S)}; give its own")
+    check_array("tokens", tokens, jnp.int32, Q, S * cache.layout.segment_tokens)
     check_need(cache, need, tokens)
     if not callable(run):
         raise TypeError(f"`run` is {run!r}; give a function (params, tokens, view) -> view")
@@ -126,6 +128,8 @@ def verify_lease(cache: Cache, lease: Lease, need: Need) -> jax.Array:
     The levels of a query once more, on the lease: versions and stamps of everything it reads, and
     ABI, epoch, indexer version and byte layout of the shared segments that it reads from.
     """
+    check_fits(cache, lease)
+    check_need_layout(cache, need)
     lay, N = cache.layout, cache.layout.segments
     B = lay.segment_tokens
     seg = rows_of(cache.table, lease.rows)

@@ -2,11 +2,12 @@
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 
-from hkv._arguments import check_array
+from hkv._arguments import check_array, check_type
 from hkv._cache import Cache, bumped, rows_of
 from hkv._layout import Form
 from hkv._slots import put, take
@@ -36,6 +37,8 @@ def update_indexer(
         ValueError: a group is missing, or the layout has no INDEXER form.
         TypeError, ValueError: arrays of another dtype or shape.
     """
+    check_type("cache", cache, Cache)
+    check_type("entries", entries, Mapping)
     lay = cache.layout
     names = [lay.groups[g].name for g in lay.form_groups(Form.INDEXER)]
     if not names or set(entries) != set(names):

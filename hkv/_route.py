@@ -32,9 +32,12 @@ def costs(prefill: float = 1.0, replay: float = 1.0, recover: float = 0.0) -> Co
     """Checked prices; `replay=math.inf` takes only what is usable as it stands.
 
     Raises:
+        TypeError: a price that is no number.
         ValueError: a price that is NaN or negative, or an infinite `prefill`.
     """
     for name, value in (("prefill", prefill), ("replay", replay), ("recover", recover)):
+        if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+            raise TypeError(f"`{name}` is {value!r}; give a number")
         if math.isnan(value) or value < 0:
             raise ValueError(f"`{name}` is {value}; give a price of 0 or more")
     if math.isinf(prefill):

@@ -10,6 +10,8 @@ import enum
 import jax
 import jax.numpy as jnp
 
+from hkv._arguments import check_type
+
 
 class Kind(enum.Enum):
     """The kinds of `Rule`, by what a layer's attention looks back at."""
@@ -95,6 +97,9 @@ def required(rule: Rule, p: jax.Array) -> tuple[jax.Array, jax.Array]:
     Returns:
         `lo`, `hi`: `i32[...]`, with `lo == hi` where nothing is required.
     """
+    check_type("rule", rule, Rule)
+    if not jnp.issubdtype(jnp.result_type(p), jnp.integer):
+        raise TypeError(f"`p` is {jnp.result_type(p)}; give integer positions")
     p = jnp.asarray(p, jnp.int32)
     n = rule.size
     match rule.kind:
@@ -142,7 +147,15 @@ def replay_start(
 
     Returns:
         `i32[...]`: the start; `end` where nothing is to be replayed.
+
+    Raises:
+        ValueError: `lost` or `have` of fewer groups than `layers` names, or no pairs in `have`.
     """
+    G = 1 + max((g for groups in layers for g, _ in groups), default=-1)
+    if lost.shape[-1:] < (G,):
+        raise ValueError(f"`lost` has shape {lost.shape}; give [..., {G} groups]")
+    if have.ndim < 2 or have.shape[-2] < G or have.shape[-1] != 2:
+        raise ValueError(f"`have` has shape {have.shape}; give [..., {G} groups, 2]")
     start = end
     for groups in reversed(layers):
         own, reach = end, start

@@ -134,9 +134,18 @@ def check_block(cache: Cache, seg: Segment, ask: Ask) -> jax.Array:
     Returns:
         `u8[G]` reasons; OK where level 1 holds.
     """
+    check_type("cache", cache, Cache)
+    check_type("seg", seg, Segment)
+    check_type("ask", ask, Ask)
     lay = cache.layout
     page = page_facts(cache, seg, ask)
     return _first_failure(BLOCK_CHECKS, len(lay.groups), lay, seg, ask, page)
+
+
+def _check_types(layout, seg, need) -> None:
+    check_type("layout", layout, Layout)
+    check_type("seg", seg, Segment)
+    check_type("need", need, Need)
 
 
 def check_abi(layout: Layout, seg: Segment, need: Need) -> jax.Array:
@@ -145,6 +154,7 @@ def check_abi(layout: Layout, seg: Segment, need: Need) -> jax.Array:
     Returns:
         `u8[G]` reasons; one group's mismatch touches that group alone.
     """
+    _check_types(layout, seg, need)
     return _first_failure(ABI_CHECKS, len(layout.groups), layout, seg, need)
 
 
@@ -158,6 +168,7 @@ def check_groups(ok: jax.Array) -> jax.Array:
         `u8[K]`: OK, or GROUPS where at least one group lacks the boundary. This is the
         intersection of sets; the minimum of each group's furthest boundary is not one of them.
     """
+    check_array("ok", ok, bool, None, None)
     return jnp.where(jnp.all(ok, axis=0), jnp.uint8(0), jnp.uint8(Reason.GROUPS))
 
 
@@ -167,6 +178,7 @@ def check_bytes(layout: Layout, seg: Segment, need: Need) -> jax.Array:
     Returns:
         `u8[G]` reasons of one segment.
     """
+    _check_types(layout, seg, need)
     return _first_failure(BYTE_CHECKS, len(layout.groups), seg, need)
 
 

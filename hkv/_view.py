@@ -1,13 +1,14 @@
 """Reading and writing a chunk of tokens through leased pages, validated in the same program."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from hkv._arguments import check_array, check_type
 from hkv._cache import Cache
-from hkv._lease import Lease, check_lease
+from hkv._lease import Lease, check_fits, check_lease
 from hkv._rules import Kind
 from hkv._slots import take
 from pallas_kernels import gather_rows, scatter_rows
@@ -48,21 +49,9 @@ class View:
         Returns:
             `[Q, K, *row]` rows in the dtype of `new`, zeros where not valid, and `bool[Q, K]`.
         """
-        lay = self.cache.layout
-        g = lay.group(group)
-        spec, pool = lay.groups[g], self.cache.pools[g]
-        if layer not in spec.layers:
-            raise ValueError(f"`layer` is {layer}; group {group!r} has layers {spec.layers}")
-        if spec.rule.kind is Kind.STATE:
-            raise ValueError(
-                f"`group` is {group!r}: recurrent states cannot be read or written yet"
-            )
+        g = self._group(group, layer, new)
+        spec, pool = self.cache.layout.groups[g], self.cache.pools[g]
         check_array("index", index, jnp.int32, self.position.shape[0], None)
-        if new.shape[0] != self.position.shape[0] or new.shape[2:] != spec.row:
-            raise ValueError(
-                f"`new` has shape {new.shape}; give [{self.position.shape[0]}, E, "
-                f"{', '.join(map(str, spec.row))}] for group {group!r}"
-            )
         u = spec.rule.unit
         close = (index + 1) * u - 1
         wlo, whi, hlo, hhi = self._spans(g)
@@ -86,8 +75,27 @@ class View:
 
     def write(self, group: str, layer: int, new: jax.Array) -> "View":
         """A view that also stores `new` (`[Q, E, *row]`, placed as in `read`)."""
+        self._group(group, layer, new)
         mine = {**self.pending.get(group, {}), layer: new}
         return dataclasses.replace(self, pending={**self.pending, group: mine})
+
+    def _group(self, group: str, layer: int, new) -> int:
+        """The number of a group, once the arguments of `read` and `write` fit it."""
+        lay = self.cache.layout
+        g = lay.group(group)
+        spec = lay.groups[g]
+        if layer not in spec.layers:
+            raise ValueError(f"`layer` is {layer}; group {group!r} has layers {spec.layers}")
+        if spec.rule.kind is Kind.STATE:
+            raise ValueError(
+                f"`group` is {group!r}: recurrent states cannot be read or written yet"
+            )
+        if new.shape[0] != self.position.shape[0] or new.shape[2:] != spec.row:
+            raise ValueError(
+                f"`new` has shape {new.shape}; give [{self.position.shape[0]}, E, "
+                f"{', '.join(map(str, spec.row))}] for group {group!r}"
+            )
+        return g
 
     def _spans(self, g: int):
         w, h = self.lease.write[:, g], self.lease.have[:, g]
@@ -135,8 +143,7 @@ def view(cache: Cache, lease: Lease, count: jax.Array, position: jax.Array | Non
         count: `i32[Q]` tokens of the chunk that are real.
         position: `i32[Q]` where the chunk starts; by default where each request stands.
     """
-    check_type("cache", cache, Cache)
-    check_type("lease", lease, Lease)
+    check_fits(cache, lease)
     Q = lease.length.shape[0]
     check_array("count", count, jnp.int32, Q)
     position = lease.length if position is None else position
@@ -147,20 +154,42 @@ def view(cache: Cache, lease: Lease, count: jax.Array, position: jax.Array | Non
     return View(cache=cache, lease=lease, position=position, count=count, ok=ok, pending={})
 
 
-def append(done: View, advance: bool = True) -> tuple[Cache, Lease, jax.Array]:
+def _when_read(done: View, after: Any) -> View:
+    """A view whose pools and `ok` XLA knows only once rows to write and `after` are computed.
+
+    On one device the order is also a dependency of data, because XLA for a CPU drops barriers
+    before it decides what to copy (jaxlib 0.10.2). Over shards that would be a collective.
+    """
+    if done.cache.layout.shards > 1:
+        return jax.lax.optimization_barrier((done, after))[0]
+    never = done.lease.slot < 0  # which XLA cannot know
+    ok = done.ok
+    for x in jax.tree.leaves((done.pending, after)):
+        ok &= ~(never & jnp.any(x != 0))
+    return dataclasses.replace(done, ok=ok)
+
+
+def append(
+    done: View, advance: bool = True, *, after: Any = None
+) -> tuple[Cache, Lease, jax.Array]:
     """Stores the rows that a model wrote, with their page stamps, one scatter per group.
 
-    In place where the caller's outermost jit donates the cache. Only pages that the lease may
-    write are written; requests that are not ok are left as they were.
+    In place where the caller's outermost jit donates the cache and `after` holds what else was
+    computed from rows that were read: XLA copies a whole pool if it may read it after the write.
+    Only pages that the lease may write are written; requests that are not ok are left as they
+    were.
 
     Args:
         done: the view as the model returned it.
         advance: whether the lease's length moves on; a replay leaves it.
+        after: the model's outputs, any pytree of arrays; they are computed before anything is
+            written.
 
     Returns:
         The cache, the lease, and `bool[Q]`: which requests were served.
     """
     check_type("done", done, View)
+    done = _when_read(done, after)
     cache, lease = done.cache, done.lease
     lay = cache.layout
     pools, ok = list(cache.pools), done.ok

@@ -1,6 +1,7 @@
 """A small host loop over the library for tests: prefill, decode, publish, resume."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +11,34 @@ import hkv
 from hkv.nn import bind
 
 
-class Runner:
-    """One model on one cache; every step is one of a few jitted programs of static shape."""
+def programs(options=None):
+    """The library's functions; with `options` each in a jit of its own with compiler options."""
+    names = "query route admit publish release occupancy drop invalidate update_indexer recover"
+    if options is None:
+        return types.SimpleNamespace(**{n: getattr(hkv, n) for n in names.split()})
+    static = {"publish": ("partial",), "recover": ("run", "chunk")}
 
-    def __init__(self, model, groups, *, segment, segments, bucket, chunk, requests=1, **layout):
+    def wrapped(name):
+        changes = name not in ("query", "route", "occupancy")
+        return jax.jit(
+            getattr(hkv, name), static_argnames=static.get(name), compiler_options=options,
+            donate_argnames=("cache",) if changes else None,
+        )  # fmt: skip
+
+    return types.SimpleNamespace(**{n: wrapped(n) for n in names.split()})
+
+
+class Runner:
+    """One model on one cache; every step is one of a few jitted programs of static shape.
+
+    `options` are compiler options for the library's own programs, where compiling takes longer
+    than running.
+    """
+
+    def __init__(
+        self, model, groups, *, segment, segments, bucket, chunk, requests=1, options=None, **layout
+    ):
+        self.lib = programs(options)
         self.layout = hkv.Layout(
             groups=groups, segment_tokens=segment, segments=segments, buckets=(bucket,), **layout
         )
@@ -46,20 +71,20 @@ class Runner:
 
     def query(self, prompts, need=None):
         tokens, length = self.pad(prompts)
-        return hkv.query(self.cache, tokens, length, need or self.need)
+        return self.lib.query(self.cache, tokens, length, need or self.need)
 
     def admit(self, plan, total):
-        self.cache, lease, answer = hkv.admit(self.cache, plan, jnp.asarray(total, jnp.int32))
+        self.cache, lease, answer = self.lib.admit(self.cache, plan, jnp.asarray(total, jnp.int32))
         return lease, answer
 
     def cold_plan(self, prompts):
         tokens, length = self.pad(prompts)
         need = hkv.need(self.cache, requests=len(prompts), salt="nobody")
-        return hkv.route(hkv.query(self.cache, tokens, length, need), hkv.costs())
+        return self.lib.route(self.lib.query(self.cache, tokens, length, need), hkv.costs())
 
     def recover(self, lease, plan, prompts, need=None):
         tokens, _ = self.pad(prompts)
-        self.cache, lease, why = hkv.recover(
+        self.cache, lease, why = self.lib.recover(
             self.replay, self.weights, self.cache, lease, plan, tokens, need or self.need,
             chunk=self.chunk,
         )  # fmt: skip
@@ -91,16 +116,16 @@ class Runner:
         assert (np.asarray(answer.verdict) == hkv.Verdict.ADMIT).all(), answer
         lease, logits = self.run(lease, prompts)
         tokens, length = self.pad(prompts)
-        self.cache, lease, _ = hkv.publish(
+        self.cache, lease, _ = self.lib.publish(
             self.cache, lease, tokens, length, need or self.need, partial=partial
         )
         if release:
-            self.cache = hkv.release(self.cache, lease)
+            self.cache = self.lib.release(self.cache, lease)
         return logits
 
     def check(self):
         """free + live + pinned = capacity, null pages zero, owners consistent."""
-        o = {k: np.asarray(v) for k, v in hkv.occupancy(self.cache).items()}
+        o = {k: np.asarray(v) for k, v in self.lib.occupancy(self.cache).items()}
         assert (o["free"] + o["live"] + o["pinned"] == o["capacity"]).all(), o
         for pool in self.cache.pools:
             assert not np.asarray(pool.data[:, 0]).any()
