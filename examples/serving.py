@@ -65,7 +65,7 @@ class Server:
             spot = lease.length[:, None] + jnp.arange(chunk, dtype=jnp.int32)[None]
             piece = jnp.take_along_axis(tokens, jnp.minimum(spot, tokens.shape[1] - 1), axis=1)
             logits, view = build(weights)(piece, hkv.view(cache, lease, count))
-            cache, lease, ok = hkv.append(view)
+            cache, lease, ok = hkv.append(view, after=logits)
             return cache, lease, logits, ok | (count == 0)
 
         @functools.partial(jax.jit, donate_argnames=("cache",), static_argnames=("steps",))
@@ -75,7 +75,7 @@ class Server:
             def one(carry, _):
                 cache, lease, token = carry
                 logits, view = build(weights)(token[:, None], hkv.view(cache, lease, each))
-                cache, lease, ok = hkv.append(view)
+                cache, lease, ok = hkv.append(view, after=logits)
                 best = jnp.argmax(logits[:, 0], axis=-1).astype(jnp.int32)
                 return (cache, lease, best), (token, logits[:, 0], ok)
 

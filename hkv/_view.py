@@ -135,7 +135,8 @@ def view(cache: Cache, lease: Lease, count: jax.Array, position: jax.Array | Non
     """The cache in front of the next chunk, with the lease and every page stamp checked here.
 
     Call it in the jitted program that reads. A request whose segment changed version, whose page
-    was rewritten, or whose chunk would leave a gap or end past `total` reads zeros, writes nothing, and is False in `ok`: route it again.
+    was rewritten, or whose chunk would leave a gap or end past `total` reads zeros, writes
+    nothing, and is False in `ok`: route it again.
 
     Args:
         cache: the cache as it is now.

@@ -107,7 +107,7 @@ class ModelCache:
             parent = seg.uid
 
     def branches(self, parent, prompt, base, owner):
-        """Segments after `parent` that share at least the first token after `base`, with how many."""
+        """Segments after `parent` with how many tokens after `base` they share, if any."""
         out = []
         for s in self.segs.values():
             if s.listed and s.parent == parent and s.owner == owner:
@@ -182,9 +182,9 @@ class ModelCache:
 
     def history(self, seg, request):
         """Whether all history of a segment can be read by a request."""
+        end = len(seg.prefix)
         return all(
             self.good(seg, g, request.epoch, request.version)
-            and set(range(len(seg.prefix) - seg.length, len(seg.prefix) // g.rule.unit * g.rule.unit))
-            <= seg.held[g.name]
+            and set(range(end - seg.length, end - end % g.rule.unit)) <= seg.held[g.name]
             for g in self.groups if g.rule.prefix_closed
         )  # fmt: skip

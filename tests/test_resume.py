@@ -9,7 +9,8 @@ Logits are compared bit by bit with a cold run of the same shapes that has a ste
 rows are reused as they are or everything is run cold; else within 1e-5 of the largest magnitude of
 the cold run's logits over the positions compared.
 
-By default each spoil meets `SOME` positions, in both meanings. Every position, 0 to three times
+By default each model meets a third of the spoils, and each spoil `SOME` positions, half of them in
+either meaning. Every position, 0 to three times
 the longest ratio and far ones, with every spoil, and the check in float64 that no choice of index
 entries or experts on these texts is a matter of rounding (narrowest margin under 1e-5), which would
 have to be compared with the choice forced:
@@ -162,15 +163,9 @@ class Bench:
         return out
 
 
-_benches = {}
-
-
-@pytest.fixture(params=SOME)
+@pytest.fixture(scope="module", params=SOME)
 def bench(request):
-    if request.param not in _benches:
-        _benches.clear()
-        _benches[request.param] = Bench(request.param)
-    return _benches[request.param]
+    return Bench(request.param)
 
 
 def positions_of(name):
@@ -194,6 +189,7 @@ def batches_of(bench, turn=0):
 
 NAMES = ("window", "window_c", "csa", "csa_tail", "csa_index", "csa_index_tail", "hca", "hca_tail")
 WHERE = ("first", "middle", "last")
+ALWAYS = 7  # spoils that every model meets
 W, T, X, C = Form.WINDOW, Form.TAIL, Form.INDEXER, Form.COMPRESSED
 # What is spoiled before the query. Everything else a request does must then just work.
 LOSSES = {
@@ -345,7 +341,18 @@ def release(bench, lease):
     bench.run.check()
 
 
-@pytest.mark.parametrize("spoil", LOSSES)
+def turns():
+    """All in the full sweep, else the first spoils with every model, the others with one."""
+    names = list(SOME)
+    return [
+        pytest.param(name, spoil, id=f"{name}-{spoil}")
+        for m, name in enumerate(names)
+        for i, spoil in enumerate(LOSSES)
+        if FULL or i < ALWAYS or i % len(names) == m
+    ]
+
+
+@pytest.mark.parametrize("bench, spoil", turns(), indirect=["bench"])
 def test_after_a_loss_the_run_equals_the_cold_one(bench, spoil):
     for batch in batches_of(bench, list(LOSSES).index(spoil)):
         world = batch.world(bench)

@@ -109,7 +109,7 @@ class Driver:
         lease, tokens, need = entry
         length = np.minimum(jax.device_get(lease.length), self.bucket)
         self.cache, entry[0], n = hkv.publish(
-            self.cache, lease, tokens, self.put(length), need, partial=bool(self.rng.integers(2))
+            self.cache, lease, tokens, self.put(length), need, partial=True
         )
         self.keep("published", n)
 
@@ -206,11 +206,6 @@ class Driver:
         """Every program once, on a cache of its own."""
         for name in ("admit", "advance", *OPERATIONS):
             self.do(name)
-        for partial in (False, True):
-            lease, tokens, need = self.leases[0]
-            self.cache, self.leases[0][0], _ = hkv.publish(
-                self.cache, lease, tokens, self.put([0] * Q), need, partial=partial
-            )
 
     def random(self, steps):
         """That many random operations on a new cache, nothing compiled, nothing sent silently."""
@@ -270,10 +265,9 @@ def test_a_second_bucket_costs_one_more_program_each(driver):
         short.leases.append([lease, tokens, need])
         for _ in range(2):
             short.do("advance")
-            short.do("trim")
         for _ in range(2):
             short.cache = hkv.release(short.cache, lease)
-    wanted = ["_admit", "_furthest", "_query", "_release", "_route", "_trim", "step"]
+    wanted = ["_admit", "_furthest", "_query", "_release", "_route", "step"]
     assert sorted(compiles.names) == [f"jit({name})" for name in wanted]
 
 
