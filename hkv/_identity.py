@@ -187,7 +187,7 @@ def need(
         if a.shape != want:
             raise ValueError(f"`{name}` has shape {a.shape}; give {want}")
     ids = [digest128(t.encode(), a, model) for t, a in zip(salts, adapters, strict=True)]
-    numbers: Any = Need(
+    numbers = dict(
         identity=np.stack(ids),
         start=np.array(starts, np.int32),
         media=media.astype(np.uint32),
@@ -199,7 +199,7 @@ def need(
     )
     # An explicit transfer, to where the cache lies: it compiles nothing and is not repeated.
     there = getattr(cache.clock, "committed", False)
-    return jax.device_put(numbers, cache.clock.sharding if there else None)
+    return Need(**jax.device_put(numbers, cache.clock.sharding if there else None))
 
 
 def _each(name: str, value, kind: type, n: int) -> list:

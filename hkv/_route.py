@@ -6,7 +6,6 @@ the cheapest by the caller's prices, not simply the longest.
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,10 +41,8 @@ def costs(prefill: float = 1.0, replay: float = 1.0, recover: float = 0.0) -> Co
             raise ValueError(f"`{name}` is {value}; give a price of 0 or more")
     if math.isinf(prefill):
         raise ValueError("`prefill` is infinite; then nothing could be run cold")
-    prices: Any = Costs(
-        prefill=np.float32(prefill), replay=np.float32(replay), recover=np.float32(recover)
-    )  # fmt: skip
-    return jax.device_put(prices)
+    prices = dict(prefill=prefill, replay=replay, recover=recover)
+    return Costs(**jax.device_put({k: np.float32(v) for k, v in prices.items()}))
 
 
 @jax.tree_util.register_dataclass

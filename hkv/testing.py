@@ -6,7 +6,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -44,10 +44,10 @@ def count_compiles() -> Iterator[Compiles]:
     """
     found = Compiles()
 
-    def listen(event: str, seconds: float, **facts: Any) -> None:
+    def listen(event: str, duration_secs: float, **facts: str | int) -> None:
         if event == _COMPILED:
             found.names.append(str(facts.get("fun_name", "")))
-            found.seconds += seconds
+            found.seconds += duration_secs
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
@@ -75,7 +75,7 @@ def same_structure(a: Any, b: Any) -> None:
     only = sorted(set(paths[0]) ^ set(paths[1]))
     if only:
         raise AssertionError(f"only one of the trees has {', '.join(only)}")
-    if tree != other:
+    if cast(Any, tree) != cast(Any, other):
         raise AssertionError(f"same leaves, but a static part differs:\n  {tree}\n  {other}")
     wrong = []
     for path, (_, x), (_, y) in zip(paths[0], left, right, strict=True):
@@ -167,7 +167,7 @@ class _Problems:
     def __init__(self):
         self.lines: list[str] = []
 
-    def unless(self, right: np.ndarray, text: str, group: str = "") -> None:
+    def unless(self, right: Any, text: str, group: str = "") -> None:
         places = np.argwhere(~np.atleast_1d(right))
         if len(places):
             first = ", ".join(",".join(map(str, p)) for p in places[:8])
@@ -175,7 +175,7 @@ class _Problems:
             self.lines.append(f"{group and group + ': '}{text.format(first + more)}")
 
 
-def _check_rows(c: Cache, found: _Problems) -> None:
+def _check_rows(c: Any, found: _Problems) -> None:
     t, N, B = c.table, c.layout.segments, c.layout.segment_tokens
     stack = c.free_rows[: max(int(c.n_free_rows), 0)]
     found.unless(0 <= c.n_free_rows <= N, f"`n_free_rows` is {c.n_free_rows}, of {N}")
@@ -203,7 +203,7 @@ def _check_rows(c: Cache, found: _Problems) -> None:
     found.unless(free | (t.children == count), "row {} has a wrong count of `children`")
 
 
-def _check_index(c: Cache, found: _Problems) -> None:
+def _check_index(c: Any, found: _Problems) -> None:
     t, N, B = c.table, c.layout.segments, c.layout.segment_tokens
     for name, a in (("index", c.index), ("openings", c.openings)):
         found.unless((a >= 0) & (a <= N), f"`{name}` is out of range at {{}}")
@@ -221,7 +221,7 @@ def _check_index(c: Cache, found: _Problems) -> None:
     found.unless(~opened | stored, "`openings` has at {} a row that is not stored")
 
 
-def _check_pool(c: Cache, g: int, found: _Problems) -> None:
+def _check_pool(c: Any, g: int, found: _Problems) -> None:
     lay, t, pool = c.layout, c.table, c.pools[g]
     N, M, P = lay.segments, lay.leases, lay.groups[g].pages
     spec, name = lay.groups[g], lay.groups[g].name
@@ -270,7 +270,7 @@ def _check_pool(c: Cache, g: int, found: _Problems) -> None:
                  "another stamp", name)  # fmt: skip
 
 
-def _check_leases(c: Cache, leases: Sequence[Lease], found: _Problems) -> None:
+def _check_leases(c: Any, leases: Sequence[Any], found: _Problems) -> None:
     lay, t = c.layout, c.table
     N, M = lay.segments, lay.leases
     pins, slots = np.zeros(N, int), np.zeros(M, int)
