@@ -62,7 +62,7 @@ def arguments():
         args.model = DeepseekV4.load(args.model)
     except (OSError, ValueError) as error:
         parser.error(f"`--model`: {error}")
-    if args.model.config.vocab_size < 256:
+    if args.model.config.vocab_size != 256:
         parser.error(f"`--model` has {args.model.config.vocab_size} tokens; give one over bytes")
     return args
 

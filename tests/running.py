@@ -11,7 +11,7 @@ import hkv
 from hkv.nn import bind
 
 
-def programs(options=None):
+def programs(options=None, model_options=None):
     """The library's functions; with `options` each in a jit of its own with compiler options."""
     names = "query route admit publish release occupancy drop invalidate update_indexer recover"
     if options is None:
@@ -21,7 +21,8 @@ def programs(options=None):
     def wrapped(name):
         changes = name not in ("query", "route", "occupancy")
         return jax.jit(
-            getattr(hkv, name), static_argnames=static.get(name), compiler_options=options,
+            getattr(hkv, name), static_argnames=static.get(name),
+            compiler_options=model_options if name == "recover" else options,
             donate_argnames=("cache",) if changes else None,
         )  # fmt: skip
 
@@ -31,13 +32,25 @@ def programs(options=None):
 class Runner:
     """One model on one cache; every step is one of a few jitted programs of static shape.
 
-    `options` are compiler options, for tests in which compiling takes longer than running.
+    `options` are compiler options of the library's programs and `model_options` of those that run
+    the model, for tests in which compiling takes longer than running.
     """
 
     def __init__(
-        self, model, groups, *, segment, segments, bucket, chunk, requests=1, options=None, **layout
+        self,
+        model,
+        groups,
+        *,
+        segment,
+        segments,
+        bucket,
+        chunk,
+        requests=1,
+        options=None,
+        model_options=None,
+        **layout,
     ):
-        self.lib = programs(options)
+        self.lib = programs(options, model_options)
         self.layout = hkv.Layout(
             groups=groups, segment_tokens=segment, segments=segments, buckets=(bucket,), **layout
         )
@@ -54,7 +67,7 @@ class Runner:
 
         self.replay = replay
 
-        @functools.partial(jax.jit, donate_argnames=("cache",), compiler_options=options)
+        @functools.partial(jax.jit, donate_argnames=("cache",), compiler_options=model_options)
         def step(weights, cache, lease, tokens, count):
             T = tokens.shape[1]
             spot = lease.length[:, None] + jnp.arange(chunk, dtype=jnp.int32)[None]

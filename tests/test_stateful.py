@@ -3,6 +3,7 @@
 Pools are so small that requests wait, are refused, and push others out.
 """
 
+import copy
 import dataclasses
 import os
 
@@ -10,6 +11,7 @@ import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -326,6 +328,12 @@ class CacheLife(RuleBasedStateMachine):
                 assert n[q] == 0
                 continue
             must, may = self.model.publish(r, settled[q], partial)
+            if q:  # what the request before it gave back counts as stored already
+                kept = copy.deepcopy(self.model.segs)
+                self.given_back(before, c)
+                must_too, may_too = self.model.publish(r, settled[q], partial)
+                must, may = must & must_too, must | may | must_too | may_too
+                self.model.segs = kept
             listed = {
                 i for i, row in enumerate(r.rows)
                 if row is not None and self.model.at(row) is None and c.table.length[row] > 0
@@ -684,3 +692,81 @@ def test_a_random_life_keeps_every_invariant_and_agrees_with_the_model():
         suppress_health_check=list(hypothesis.HealthCheck),
     )  # fmt: skip
     run_state_machine_as_test(CacheLife, settings=settings)
+
+
+# Lives that once went wrong, by name.
+
+
+@pytest.fixture
+def p():
+    return Payload(SMALL)
+
+
+LONG = list(range(1, 33))
+
+
+def stored_row(p, prompt, i):
+    return int(p.query([prompt]).rows[0, i])
+
+
+def test_a_row_that_was_never_published_does_not_count_as_a_child_of_its_former_parent(p):
+    p.store([LONG[:8]])
+    p.store([LONG[:16]])
+    parent = stored_row(p, LONG[:17], 0)
+    p.cache = lib.evict(p.cache, jnp.asarray(np.array([10, 0, 0, 0, 0], np.int32)))
+    lease, _ = p.admit(p.plan([[99] * 8]), [8])  # takes the row of the evicted child
+    p.store([LONG[:16]])
+    p.release(lease)
+    assert p.cache.table.children[parent] == 1
+
+
+def test_a_reader_takes_no_page_where_windows_are_lost(p):
+    p.store([LONG[:25]])
+    rows = jnp.asarray(np.array([stored_row(p, LONG[:25], 0), N, N], np.int32))
+    p.cache, _ = lib.drop(p.cache, rows, jnp.arange(5) == Form.WINDOW)
+    before = np.asarray(hkv.occupancy(p.cache)["free"])
+    p.cache, lease, _ = lib.lease(p.cache, p.plan([LONG[:25]]))
+    assert (np.asarray(hkv.occupancy(p.cache)["free"]) == before).all()
+    p.check_rows(lease, [LONG[:25]])
+
+
+def test_a_branch_goes_on_when_its_stem_publishes_and_may_publish_without_it(p):
+    stem = p.advance(p.start([LONG[:12]], [24]), [LONG[:12]])
+    total = jnp.asarray(np.array([24, -1], np.int32))
+    p.cache, one, _ = lib.fork(p.cache, stem, total)
+    p.cache, two, _ = lib.fork(p.cache, stem, total)
+    two = p.advance(two, [LONG[:18]])
+    two, n = p.publish(two, [LONG[:18]], partial=False)
+    assert n[0] == 2
+    stem, n = p.publish(stem, [LONG[:12]], partial=False)
+    assert n[0] == 0
+    p.release(stem)
+    p.release(two)
+    p.check_rows(one, [LONG[:12]])
+    assert p.boundary([LONG[:18]]) == [16]
+
+
+@pytest.mark.parametrize("lost", ["invalidated", "dropped"])
+def test_a_prefix_whose_first_segment_was_lost_is_whole_again_after_one_run(p, lost):
+    p.store([LONG[:24]])
+    row = stored_row(p, LONG[:24], 0)
+    if lost == "invalidated":
+        p.cache, _ = lib.invalidate(p.cache, jnp.arange(N) == row)
+    else:
+        rows = jnp.asarray(np.array([row, N, N], np.int32))
+        p.cache, _ = lib.drop(p.cache, rows, jnp.ones(5, bool))
+    assert p.boundary([LONG[:24]]) == [0]
+    p.store([LONG[:24]])
+    assert p.boundary([LONG[:24]]) == [23]
+
+
+def test_a_superseded_parent_does_not_hide_the_children_of_the_new_one(p):
+    p.store([LONG[:24]])
+    rows = jnp.asarray(np.array([stored_row(p, LONG[:24], 0), N, N], np.int32))
+    p.cache, _ = lib.drop(p.cache, rows, jnp.ones(5, bool))
+    plan = p.plan([LONG[:24]], costs=hkv.costs(replay=float("inf")))
+    assert plan.resume[0] == 0
+    lease = p.advance(p.admit(plan, [24])[0], [LONG[:24]])
+    lease, n = p.publish(lease, [LONG[:24]])
+    assert n[0] == 3
+    assert p.boundary([LONG[:24]]) == [23]
