@@ -326,8 +326,11 @@ def _reserve(cache: Cache, x: _Source, total: jax.Array, grow: bool):
     )  # fmt: skip
     now_free = jnp.stack([p.n_free for p in room.pools])
     got = fits & jnp.all(need <= now_free) & (need_rows <= room.n_free_rows)
-    got &= jnp.all(by_form(used_pages(room)) + form_need <= caps)
-    blocker = jnp.where(fits & ~got, jnp.uint8(Blocker.PAGES), blocker)
+    capped = jnp.any(by_form(used_pages(room)) + form_need > caps)
+    why = jnp.where(need_rows > room.n_free_rows, jnp.uint8(Blocker.ROWS), jnp.uint8(Blocker.CAP))
+    why = jnp.where(jnp.any(need > now_free), jnp.uint8(Blocker.PAGES), why)
+    got &= ~capped
+    blocker = jnp.where(fits & ~got, why, blocker)
     keep = jnp.where(reused & got & (shared | (not grow)), x.rows, N)
     pins = add(add(room.table.pins, hold, -one), keep, one)
     cache = dataclasses.replace(room, table=dataclasses.replace(room.table, pins=pins))
@@ -393,7 +396,10 @@ def _reserve(cache: Cache, x: _Source, total: jax.Array, grow: bool):
         written=put(t.written, at, words.T),
         used=put(t.used, touched, jnp.broadcast_to(cache.clock, (S, FORMS))),
         pins=add(t.pins, at, one),
-    )
+        # A copied segment is at best what its source was.
+        provenance=put(t.provenance, jnp.where(source < N, rows[jnp.minimum(last, S - 1)], N),
+                       take(t.provenance, source, 0)),
+    )  # fmt: skip
     cache = dataclasses.replace(cache, table=table, pools=tuple(pools))
     resume = jnp.where(got, x.resume, 0)
     out = Lease(
@@ -423,6 +429,7 @@ def _open_rows(cache: Cache, rows: jax.Array, mask: jax.Array) -> Cache:
         form=put(t.form, at, form_bits(jnp.broadcast_to(life, (K, FORMS)))),
         length=put(t.length, at, jnp.zeros(K, jnp.int32)),
         parent=put(t.parent, at, jnp.full(K, N, jnp.int32)),
+        provenance=put(t.provenance, at, jnp.zeros(K, jnp.uint8)),
         children=put(t.children, at, jnp.zeros(K, jnp.int32)),
         pins=put(t.pins, at, jnp.zeros(K, jnp.int32)),
         held=put(t.held, at, jnp.zeros((K, G, 2), jnp.int32)),

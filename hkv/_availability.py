@@ -59,7 +59,7 @@ class Reason(enum.IntEnum):
     START = 3, 1, "stored at another absolute position"
     PARENT = 4, 1, "the segment before it is another one"
     TOKENS = 5, 1, "the stored token ids differ"
-    LIFECYCLE = 6, 1, "the form is not READY"
+    LIFECYCLE = 6, 1, "the form is not READY: dropped, stale, or being written"
     PAGE_MISSING = 7, 1, "a page was dropped"
     STAMP = 8, 1, "a page was overwritten: its stamp is not the segment's"
     ROWS = 9, 1, "the rows do not add up to the tokens they stand for"

@@ -149,8 +149,7 @@ def _describe(cache, lease, rows, fresh, parent, n, begin, after, before, need) 
         held.append(jnp.stack([start + jnp.clip(first - begin, 0, n), start + n], -1))
 
     # What is computed from a segment is at best what that segment was.
-    read = jnp.where(lease.own, N, rows)
-    worst = jnp.max(take(t.provenance, read, 0))
+    worst = jnp.max(take(t.provenance, rows, 0))
 
     def all_rows(x):
         return jnp.broadcast_to(x[None], (S, *x.shape))
@@ -234,7 +233,7 @@ def _list(cache: Cache, rows, fresh, n) -> Cache:
 
 
 def _give_back(cache: Cache, lease: Lease, ok, need: Need):
-    """Private pages with restored rows become the shared segment's, if no one else holds it.
+    """Private pages with restored rows become the shared segment's, where no one reads its own.
 
     Returns:
         The cache, the lease, and `bool[S, G]`: what was given.
@@ -249,8 +248,10 @@ def _give_back(cache: Cache, lease: Lease, ok, need: Need):
     closed = jnp.asarray([g.rule.prefix_closed for g in lay.groups])
     spans = jnp.where(closed[None, :, None], jnp.asarray([[[0, B]]], jnp.int32), spans)
     indexed = jnp.asarray([g.form is Form.INDEXER for g in lay.groups])
-    alone = (seg.pins == 1) & (seg.length == B) & (seg.epoch == need.epoch) & ok
-    give = lease.private.T & alone[:, None] & (spans[..., 0] < spans[..., 1])
+    right = (seg.length == B) & (seg.epoch == need.epoch) & ok
+    bare = jnp.stack([jnp.all(p == 0, axis=1) for p in seg.pages], axis=1)
+    unread = bare | (seg.pins == 1)[:, None]
+    give = lease.private.T & right[:, None] & unread & (spans[..., 0] < spans[..., 1])
     give &= ~indexed[None] | (seg.indexer_version == need.indexer_version)[:, None]
     pools, pages = list(cache.pools), list(t.pages)
     for g, spec in enumerate(lay.groups):
