@@ -106,7 +106,7 @@ def run(quick: bool) -> list[dict]:
                             {"B": B, "prompt": name, "batch": batch, "hit": hit, **result}
                         )
                         print_row(results[-1])
-                        if hit == 1.0 and batch == 1:
+                        if hit == 1.0 and batch == 1 and length >= LENGTHS["64k"]:
                             results[-1]["levels"] = level_costs(cache, tokens, n, ask, repeats)
         programs = [x for x in compiles.names if "_query" in x]
         print(f"B = {B}: {len(programs)} query programs for {len(layout.buckets)} buckets x 2 "

@@ -39,13 +39,14 @@ class Blocker(enum.IntEnum):
     """What stands in the way."""
 
     NONE = 0
-    LENGTH = 1  # longer than the longest bucket, or than what it resumes from
+    LENGTH = 1  # longer than the bucket of the plan, or shorter than what it resumes from
     ROWS = 2  # segment rows
     PAGES = 3  # pages of a group
     CAP = 4  # the cap of a form
     LEASES = 5  # lease slots
     CHANGED = 6  # the plan's segments changed since the query: query again
     PRIVATE = 7  # a fork of a request whose recovered pages are not published yet
+    RECOVER = 8  # the plan has something to recover first: admit it instead
 
 
 @jax.tree_util.register_dataclass
@@ -156,7 +157,7 @@ def _check(cache: Cache, plan: Plan) -> None:
 def lease(cache: Cache, plan: Plan) -> tuple[Cache, Lease, Admission]:
     """Pins what a plan reuses, for reading only: nothing is reserved, nothing can be appended.
 
-    Donates `cache`.
+    Donates `cache`. A plan with something to recover is answered WAIT, RECOVER.
 
     Returns:
         As `admit`.
@@ -172,8 +173,10 @@ def _lease(cache: Cache, plan: Plan):
         fill=jnp.zeros_like(plan.fill), fill_start=jnp.zeros_like(plan.fill_start),
         replay=jnp.stack([plan.resume, plan.resume], -1),
     )  # fmt: skip
-    ok = jnp.ones(plan.resume.shape, bool)
-    return _reserve_all(cache, _source(none, ok), plan.resume, False)
+    ok = (plan.replay[:, 0] >= plan.replay[:, 1]) & (plan.fill[:, 0] >= plan.fill[:, 1])
+    cache, out, answer = _reserve_all(cache, _source(none, ok), plan.resume, False)
+    blocker = jnp.where(ok, answer.blocker, jnp.uint8(Blocker.RECOVER))
+    return cache, out, dataclasses.replace(answer, blocker=blocker)
 
 
 def fork(cache: Cache, lease: Lease, total: jax.Array) -> tuple[Cache, Lease, Admission]:

@@ -219,7 +219,7 @@ def drop(cache: Cache, rows: jax.Array, forms: jax.Array) -> tuple[Cache, jax.Ar
 
     Args:
         cache: the cache.
-        rows: `i32[K]` segments without repeats; N is skipped.
+        rows: `i32[K]` segments; N is skipped, and so are repeats.
         forms: `bool[F]`.
 
     Returns:
@@ -233,7 +233,14 @@ def drop(cache: Cache, rows: jax.Array, forms: jax.Array) -> tuple[Cache, jax.Ar
 
 @functools.partial(jax.jit, donate_argnames=("cache",))
 def _drop(cache: Cache, rows: jax.Array, forms: jax.Array):
-    return drop_forms(cache, rows, forms, rows < cache.layout.segments)
+    N = cache.layout.segments
+    turn = jnp.arange(rows.shape[0], dtype=jnp.int32)
+    first = (
+        jnp.full(N, rows.shape[0], jnp.int32)
+        .at[rows]
+        .min(turn, mode="drop", wrap_negative_indices=False)
+    )
+    return drop_forms(cache, rows, forms, take(first, rows, -1) == turn)  # each row once
 
 
 def invalidate(cache: Cache, rows: jax.Array) -> tuple[Cache, jax.Array]:

@@ -5,6 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from hkv._cache import PROBE, WAYS, Cache, bumped, form_bits, openings_of, rows_of
 from hkv._evict import set_life, unlist
@@ -41,7 +42,9 @@ def publish(
         lease: the requests.
         tokens: `i32[Q, T]` their token ids, T = S * B of the lease.
         length: `i32[Q]` settled tokens: those whose step the device has finished.
-        need: identity, epoch and codes to store with the segments; the one used for queries.
+        need: identity, epoch and codes to store with the segments; the one used for queries. A
+            run under other weights or another tenant than the need says cannot be told apart here,
+            nor can token ids other than those that ran.
         partial: also list the last, partly filled segment. It is immutable then, so the request
             can go on only by being admitted again.
 
@@ -87,7 +90,7 @@ def _publish_one(cache: Cache, lease: Lease, tokens, length, ok, need: Need, par
     n = jnp.clip(length - begin, 0, B)  # settled tokens of each segment
 
     # What is stored already, history complete, stays the listed one.
-    found = find(cache, tokens, jnp.minimum(length + 1, S * B), need)
+    found = find(cache, tokens, length, need, all_but_one=False)
     closed = jnp.asarray([g.rule.prefix_closed for g in lay.groups])
     good = jnp.all((found.reason == 0) | ~closed[None], axis=1) & (found.rows < N)
     shared = jnp.where(column < found.whole, B, jnp.where(column == found.whole, found.partial, 0))
@@ -96,7 +99,8 @@ def _publish_one(cache: Cache, lease: Lease, tokens, length, ok, need: Need, par
     # Whole segments that a branch shares with the request it left are listed by the first to come.
     writing = (take(cache.table.length, rows, 1) == 0) & (lease.own | (n == B))
     ready = (n == B) | ((n > 0) & partial)
-    legal = jnp.all((tokens.reshape(S, B) >= 0) | (begin[:, None] < length - n[:, None]), axis=1)
+    padding = jnp.arange(B, dtype=jnp.int32)[None] >= n[:, None]
+    legal = jnp.all((tokens.reshape(S, B) >= 0) | padding, axis=1)
     # Along one chain: parents before children, and none below a segment that is superseded.
     same = (rows == found.rows) | (stored & writing)
     stored &= jnp.concatenate([jnp.ones(1, bool), jnp.cumprod(same)[:-1] > 0])
@@ -107,7 +111,8 @@ def _publish_one(cache: Cache, lease: Lease, tokens, length, ok, need: Need, par
 
     after, before = block_keys(tokens.reshape(S, B), need.identity, need.start, need.media)
     cache = _describe(cache, lease, rows, fresh, parent, n, begin, after, before, need)
-    cache, lease, given = _give_back(cache, lease, ok, need)
+    bad = (found.reason != 0) & (found.rows == rows)[:, None]
+    cache, lease, given = _give_back(cache, lease, ok, need, bad)
     cache = _set_digests(cache, rows, lease.pages, fresh[:, None] | given)
     forms = jnp.asarray([f in DEVICE_FORMS for f in Form])
     cache, _ = set_life(cache, rows, forms, Life.READY, fresh)
@@ -180,8 +185,7 @@ def _set_digests(cache: Cache, rows, pages, mask) -> Cache:
     """Digests where `mask` `bool[S, G]`, one segment after the other: only those cost anything."""
     S = rows.shape[0]
     wanted = jnp.any(mask, axis=1)
-    first = jnp.argmax(wanted).astype(jnp.int32)
-    end = jnp.where(jnp.any(wanted), S - jnp.argmax(wanted[::-1]).astype(jnp.int32), 0)
+    first, end = _extent(wanted)
 
     def body(i, digest):
         row = jnp.where(wanted[i], rows[i], cache.layout.segments)
@@ -191,6 +195,13 @@ def _set_digests(cache: Cache, rows, pages, mask) -> Cache:
 
     digest = jax.lax.fori_loop(first, end, body, cache.table.digest)
     return dataclasses.replace(cache, table=dataclasses.replace(cache.table, digest=digest))
+
+
+def _extent(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`i32[]` twice: the first True of `bool[S]` and one past the last; both 0 without one."""
+    S = mask.shape[0]
+    last = S - jnp.argmax(mask[::-1]).astype(jnp.int32)
+    return jnp.argmax(mask).astype(jnp.int32), jnp.where(jnp.any(mask), last, 0)
 
 
 def _list(cache: Cache, rows, fresh, n) -> Cache:
@@ -224,16 +235,22 @@ def _list(cache: Cache, rows, fresh, n) -> Cache:
     buckets = jax.vmap(lambda k, x: opening_slots(cache, k, x, lengths))(
         seg.before, take(cache.tokens, rows, 0)
     )
-    openings = cache.openings
-    for o, least in enumerate(lengths):
-        at = jnp.where(fresh & (n >= least), buckets[:, o], openings.shape[0])
-        old = take(openings, at, N)
-        openings = put(openings, at, jnp.concatenate([rows[:, None], old[:, : WAYS - 1]], axis=1))
+
+    def open_one(i, openings):  # one after the other: two may have one bucket
+        at = jnp.where(fresh[i] & (n[i] >= np.array(lengths)), buckets[i], openings.shape[0])
+        old = take(openings, at, N)[:, : WAYS - 1]
+        mine = jnp.broadcast_to(rows[i], (len(lengths), 1))
+        return put(openings, at, jnp.concatenate([mine, old], axis=1))
+
+    first, end = _extent(fresh)
+    openings = jax.lax.fori_loop(first, end, open_one, cache.openings)
     return dataclasses.replace(cache, index=index, tags=tags, openings=openings)
 
 
-def _give_back(cache: Cache, lease: Lease, ok, need: Need):
+def _give_back(cache: Cache, lease: Lease, ok, need: Need, bad):
     """Private pages with restored rows become the shared segment's, where no one reads its own.
+
+    They never replace good rows by fewer; `bad` `bool[S, G]` says which groups failed a check.
 
     Returns:
         The cache, the lease, and `bool[S, G]`: what was given.
@@ -246,11 +263,14 @@ def _give_back(cache: Cache, lease: Lease, ok, need: Need):
     seg = rows_of(t, rows)
     spans = jnp.clip(lease.have[None] - begin, 0, B)  # [S, G, 2]
     closed = jnp.asarray([g.rule.prefix_closed for g in lay.groups])
-    spans = jnp.where(closed[None, :, None], jnp.asarray([[[0, B]]], jnp.int32), spans)
+    whole = (spans[..., :1] == 0) & (spans[..., 1:] == B)
+    spans = jnp.where(closed[None, :, None] & ~whole, 0, spans)
     indexed = jnp.asarray([g.form is Form.INDEXER for g in lay.groups])
     right = (seg.length == B) & (seg.epoch == need.epoch) & ok
     bare = jnp.stack([jnp.all(p == 0, axis=1) for p in seg.pages], axis=1)
-    unread = bare | (seg.pins == 1)[:, None]
+    had = seg.held - seg.start[:, None, None]
+    more = (spans[..., 0] <= had[..., 0]) & (spans[..., 1] >= had[..., 1])
+    unread = bare | ((seg.pins == 1)[:, None] & (bad | more))
     give = lease.private.T & right[:, None] & unread & (spans[..., 0] < spans[..., 1])
     give &= ~indexed[None] | (seg.indexer_version == need.indexer_version)[:, None]
     pools, pages = list(cache.pools), list(t.pages)
@@ -275,6 +295,10 @@ def _give_back(cache: Cache, lease: Lease, ok, need: Need):
         seg.held,
     )  # fmt: skip
     held = seg.start[:, None, None] + spans
+    replaced = jnp.any(give & ~bare, axis=1)
+    version = jnp.where(
+        replaced, bumped(seg.version, readable=False), bumped(seg.version, readable=True)
+    )
     table = dataclasses.replace(
         t,
         pages=tuple(pages),
@@ -285,11 +309,11 @@ def _give_back(cache: Cache, lease: Lease, ok, need: Need):
         codes=put(t.codes, at, jnp.where(give[..., None], need.codes[None], seg.codes)),
         life=put(t.life, at, life),
         form=put(t.form, at, form_bits(life)),
-        version=put(t.version, at, bumped(seg.version, readable=True)),
+        version=put(t.version, at, version),
     )
     lease = dataclasses.replace(
         lease,
         private=lease.private & ~give.T,
-        version=jnp.where(changed, bumped(seg.version, readable=True), lease.version),
+        version=jnp.where(changed, version, lease.version),
     )
     return dataclasses.replace(cache, table=table, pools=tuple(pools)), lease, give

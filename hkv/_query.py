@@ -150,7 +150,9 @@ def _query(cache: Cache, tokens: jax.Array, length: jax.Array, need: Need) -> Av
     return jax.vmap(one, in_axes=(0, 0, PER_REQUEST))(tokens, length, need)
 
 
-def find(cache: Cache, tokens: jax.Array, length: jax.Array, need: Need) -> Match:
+def find(
+    cache: Cache, tokens: jax.Array, length: jax.Array, need: Need, *, all_but_one: bool = True
+) -> Match:
     """The chain of candidates for one prompt, with their verdicts at levels 1, 2 and 4.
 
     Args:
@@ -158,6 +160,7 @@ def find(cache: Cache, tokens: jax.Array, length: jax.Array, need: Need) -> Matc
         tokens: `i32[T]`.
         length: `i32[]`.
         need: of this request, without the axis Q.
+        all_but_one: match at most all tokens but the last, as a prompt can be reused.
     """
     lay, t = cache.layout, cache.table
     B, N = lay.segment_tokens, lay.segments
@@ -185,7 +188,7 @@ def find(cache: Cache, tokens: jax.Array, length: jax.Array, need: Need) -> Matc
         rows, blocks, need.media, need.start + column * B, parent, jnp.int32(B)
     )
     chain = jnp.cumprod((linked & (share == B) & (seg.length == B)).astype(jnp.int32))
-    limit = jnp.maximum(length - 1, 0)
+    limit = jnp.maximum(length - 1, 0) if all_but_one else length
     whole = jnp.minimum(jnp.sum(chain), limit // B)
 
     # The next segment: any stored one that shares its first tokens, up to the last token but one.

@@ -16,8 +16,9 @@ from hkv._lease import FOREVER, Lease, check_fits, check_lease
 from hkv._query import check_need, check_need_layout
 from hkv._route import Plan
 from hkv._rules import Kind, required
+from hkv._slots import take
 from hkv._verify import check_abi, check_bytes, first_reason
-from hkv._view import View, append, stamps_hold, view
+from hkv._view import View, append, covers, stamps_hold, view_of_replay
 
 
 def recover(
@@ -99,7 +100,8 @@ def _recover(run, params, cache: Cache, lease: Lease, plan: Plan, tokens, need: 
         count = jnp.clip(end - at, 0, chunk)
         spot = jnp.clip(at[:, None] + jnp.arange(chunk, dtype=jnp.int32)[None], 0, T - 1)
         write = jnp.where(filling[:, None, None], fill, again)
-        now = view(cache, dataclasses.replace(lease, have=have, write=write), count, at)
+        mine = dataclasses.replace(lease, have=have, write=write)
+        now = view_of_replay(cache, mine, count, at)
         done: View = run(params, jnp.take_along_axis(tokens, spot, axis=1), now)
         cache, _, _ = append(done, advance=False)
         turn = filling & (at + count >= end)
@@ -118,8 +120,18 @@ def _recover(run, params, cache: Cache, lease: Lease, plan: Plan, tokens, need: 
     lo = jnp.where(closed, 0, jnp.minimum(lo, have[..., 0]))
     held = jnp.stack([lo, jnp.broadcast_to(resume[:, None], lo.shape)], -1)
     ahead = jnp.stack([jnp.broadcast_to(resume[:, None], lo.shape), jnp.full_like(lo, FOREVER)], -1)
-    lease = dataclasses.replace(lease, have=held, write=ahead)
-    return cache, lease, verify_lease(cache, lease, need)
+    # What was made from other tokens than the segments' own is neither read nor passed on.
+    B = lay.segment_tokens
+    stored = take(cache.tokens, lease.rows, -1)
+    whole = (jnp.arange(stored.shape[1], dtype=jnp.int32)[None] + 1) * B <= resume[:, None]
+    right = jnp.all((stored == tokens.reshape(stored.shape)) | ~whole[..., None], axis=(1, 2))
+    lease = dataclasses.replace(
+        lease,
+        have=jnp.where(right[:, None, None], held, 0),
+        write=jnp.where(right[:, None, None], ahead, FOREVER),
+    )
+    why = verify_lease(cache, lease, need)
+    return cache, lease, jnp.where(right, why, jnp.uint8(Reason.TOKENS))
 
 
 def verify_lease(cache: Cache, lease: Lease, need: Need) -> jax.Array:
@@ -130,14 +142,14 @@ def verify_lease(cache: Cache, lease: Lease, need: Need) -> jax.Array:
     """
     check_fits(cache, lease)
     check_need_layout(cache, need)
-    lay, N = cache.layout, cache.layout.segments
+    lay = cache.layout
     B = lay.segment_tokens
     seg = rows_of(cache.table, lease.rows)
     begin = jnp.arange(lease.rows.shape[1], dtype=jnp.int32)[None] * B
     each = []
     for g, spec in enumerate(lay.groups):
         lo, hi = (x[:, None] * spec.rule.unit for x in required(spec.rule, lease.length))
-        shared = (lease.rows < N) & ~lease.own & ~lease.private[:, g]
+        shared = (seg.length > 0) & ~lease.own & ~lease.private[:, g]
         each.append(shared & (lo < begin + B) & (hi > begin))
     reads = jnp.stack(each, -1)
     why = jax.vmap(jax.vmap(
@@ -147,4 +159,5 @@ def verify_lease(cache: Cache, lease: Lease, need: Need) -> jax.Array:
     flat = why.reshape(why.shape[0], -1)
     first = jnp.take_along_axis(flat, jnp.argmax(flat != 0, axis=1)[:, None], axis=1)[:, 0]
     first = jnp.where(stamps_hold(cache, lease, lease.length), first, jnp.uint8(Reason.STAMP))
+    first = jnp.where(covers(cache, lease, lease.length), first, jnp.uint8(Reason.RANGE))
     return jnp.where(check_lease(cache, lease), first, jnp.uint8(Reason.LIFECYCLE))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from hkv._arguments import check_array, check_type
 from hkv._cache import Cache
 from hkv._lease import Lease, check_fits, check_lease
-from hkv._rules import Kind
+from hkv._rules import Kind, required
 from hkv._slots import take
 from pallas_kernels import gather_rows, scatter_rows
 
@@ -131,12 +131,25 @@ def stamps_hold(cache: Cache, lease: Lease, position: jax.Array) -> jax.Array:
     return ok
 
 
+def covers(cache: Cache, lease: Lease, position: jax.Array) -> jax.Array:
+    """`bool[Q]`: what the lease holds or wrote covers what a resume at `position` requires."""
+    ok = jnp.ones(position.shape, bool)
+    for g, spec in enumerate(cache.layout.groups):
+        if spec.rule.kind is Kind.STATE:
+            continue
+        lo, hi = (x * spec.rule.unit for x in required(spec.rule, position))
+        kept, end, made = lease.have[:, g, 0], lease.have[:, g, 1], lease.write[:, g, 0]
+        first = jnp.where((kept < end) & (end >= made), kept, made)
+        ok &= (lo >= hi) | (first <= lo) | ((kept <= lo) & (end >= hi))
+    return ok
+
+
 def view(cache: Cache, lease: Lease, count: jax.Array, position: jax.Array | None = None) -> View:
     """The cache in front of the next chunk, with the lease and every page stamp checked here.
 
     Call it in the jitted program that reads. A request whose segment changed version, whose page
-    was rewritten, or whose chunk would leave a gap or end past `total` reads zeros, writes
-    nothing, and is False in `ok`: route it again.
+    was rewritten, whose plan was not recovered, or whose chunk would leave a gap or end past
+    `total` reads zeros, writes nothing, and is False in `ok`: route it again.
 
     Args:
         cache: the cache as it is now.
@@ -149,6 +162,12 @@ def view(cache: Cache, lease: Lease, count: jax.Array, position: jax.Array | Non
     check_array("count", count, jnp.int32, Q)
     position = lease.length if position is None else position
     check_array("position", position, jnp.int32, Q)
+    made = view_of_replay(cache, lease, count, position)
+    return dataclasses.replace(made, ok=made.ok & covers(cache, lease, position))
+
+
+def view_of_replay(cache: Cache, lease: Lease, count: jax.Array, position: jax.Array) -> View:
+    """A view for a run that makes what is missing, and so cannot have it yet."""
     ok = check_lease(cache, lease) & stamps_hold(cache, lease, position)
     ok &= (count >= 0) & (position + count <= lease.total)
     ok &= (position >= 0) & (position <= lease.length)  # no gaps
@@ -194,7 +213,9 @@ def append(
     cache, lease = done.cache, done.lease
     lay = cache.layout
     pools, ok = list(cache.pools), done.ok
-    own = lease.own & (take(cache.table.length, lease.rows, 1) == 0)  # published rows stay
+    # Rows that were published, or that a branch reads as well, stay as they are.
+    own = lease.own & (take(cache.table.length, lease.rows, 1) == 0)
+    own &= take(cache.table.pins, lease.rows, 0) == 1
     if advance:
         # New tokens, also after a step back, replace nothing but what this request wrote.
         begin = jnp.arange(own.shape[1], dtype=jnp.int32)[None] * lay.segment_tokens

@@ -343,11 +343,11 @@ def updated_indexer(where: str, *, same: bool = False, asked: int = 0) -> Spoil:
     return spoil
 
 
-def together(form: Form, *names: str) -> Spoil:
-    """A form is gone, and of these groups the pages of the middle segment."""
+def rolling_and_hole(*names: str) -> Spoil:
+    """Windows and tails are gone, and of these groups the pages of the middle segment."""
 
     def spoil(w: World):
-        drop(form)(w)
+        drop(Form.WINDOW, Form.TAIL)(w)
         page_gone(*names, where="middle")(w)
 
     return spoil

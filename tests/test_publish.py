@@ -77,3 +77,92 @@ def test_rows_restored_for_two_requests_at_once_serve_the_third_without_a_replay
     assert (np.asarray(plan.replay[:, 1] - plan.replay[:, 0]) > 0).all()
     _, _, available = two.ask([[*OLD[:32], 4], [*OLD[:32], 5, 6]], need)
     assert np.asarray(available.boundary).tolist() == [32, 32]
+
+
+def test_a_plan_with_something_to_recover_is_not_read_before_it_is_recovered(two):
+    need = two.need()
+    two.serve([OLD, OLD[:20]], need)
+    rows = jnp.arange(two.cache.layout.segments, dtype=jnp.int32)
+    two.cache, _ = hkv.drop(two.cache, rows, jnp.asarray([f is hkv.Form.WINDOW for f in hkv.Form]))
+    tokens, length, available = two.ask([[*OLD, 1], []], need)
+    plan = hkv.route(available, hkv.costs())
+    two.cache, reader, answer = hkv.lease(two.cache, plan)
+    assert answer.verdict[0] == hkv.Verdict.WAIT and answer.blocker[0] == hkv.Blocker.RECOVER
+    two.cache = hkv.release(two.cache, reader)
+    two.cache, lease, _ = hkv.admit(two.cache, plan, length)
+    assert hkv.verify_lease(two.cache, lease, need)[0] != hkv.Reason.OK
+    count = jnp.asarray([1, 0], jnp.int32)
+    two.cache, lease, _, ok = tiny.step(jnp.float32(1), two.cache, lease, tokens, count)
+    assert not bool(ok[0]) and int(lease.length[0]) == 40
+
+
+def test_a_replay_of_other_tokens_is_refused_and_its_rows_go_to_nobody(two):
+    need = two.need()
+    two.serve([OLD, []], need)
+    rows = jnp.arange(two.cache.layout.segments, dtype=jnp.int32)
+    two.cache, _ = hkv.drop(two.cache, rows, jnp.asarray([f is hkv.Form.WINDOW for f in hkv.Form]))
+    tokens, length, available = two.ask([[*OLD, 1], []], need)
+    plan = hkv.route(available, hkv.costs())
+    two.cache, lease, _ = hkv.admit(two.cache, plan, length)
+    two.cache, lease, why = hkv.recover(
+        tiny.replay, jnp.float32(1), two.cache, lease, plan, tokens * 0 + 9, need, chunk=tiny.CHUNK
+    )
+    assert why[0] == hkv.Reason.TOKENS
+    two.cache, lease, _ = hkv.publish(two.cache, lease, tokens, length, need)
+    two.cache = hkv.release(two.cache, lease)
+    assert int(two.ask([[*OLD, 1], []], need)[2].boundary[0]) == 0
+
+
+def test_a_request_cannot_step_back_over_rows_that_its_branch_reads(two):
+    need = two.need()
+    tokens, length, available = two.ask([OLD, []], need)
+    two.cache, lease, _ = hkv.admit(two.cache, hkv.route(available, hkv.costs()), length + 8)
+    for _ in range(5):
+        count = jnp.minimum(length - lease.length, tiny.CHUNK)
+        two.cache, lease, _, _ = tiny.step(jnp.float32(1), two.cache, lease, tokens, count)
+    two.cache, branch, _ = hkv.fork(two.cache, lease, length + 8)
+    back = jnp.asarray([8, 0], jnp.int32)
+    view = hkv.view(two.cache, lease, jnp.asarray([4, 0], jnp.int32), back)
+    _, view = tiny.forward(jnp.float32(1), tokens[:, : tiny.CHUNK] * 0 + 3, view)
+    two.cache, _, ok = hkv.append(view)
+    assert not bool(ok[0])
+    assert np.asarray(hkv.verify_lease(two.cache, branch, need))[0] == hkv.Reason.OK
+
+
+def test_a_segment_that_fills_the_bucket_is_listed_once(two):
+    need, full = two.need(), np.random.default_rng(1).integers(0, 99, 64).tolist()
+    two.serve([full, []], need)
+    used = int(two.cache.n_free_rows)
+    two.serve([full, []], need)
+    assert int(two.cache.n_free_rows) == used
+
+
+def test_the_openings_of_segments_listed_together_are_all_found(two):
+    need = two.need()
+    for seed in range(6):
+        text = np.random.default_rng(seed).integers(0, 99, 48).tolist()
+        two.serve([text, []], need)
+        cuts = [(text[:n], []) for n in (16, 32, 48)]
+        assert [int(two.ask(c, need)[2].matched[0]) for c in cuts] == [15, 31, 47], seed
+
+
+def test_padding_may_hold_anything_and_a_bad_token_is_listed_nowhere(two):
+    need = two.need()
+    tokens, length, available = two.ask([OLD, OLD[:20]], need)
+    two.cache, lease, _ = hkv.admit(two.cache, hkv.route(available, hkv.costs()), length)
+    for _ in range(5):
+        count = jnp.clip(length - lease.length, 0, tiny.CHUNK)
+        two.cache, lease, _, _ = tiny.step(jnp.float32(1), two.cache, lease, tokens, count)
+    bad = tokens.at[0, 40:].set(-1).at[1, 3].set(-1)
+    two.cache, lease, listed = hkv.publish(two.cache, lease, bad, length, need, partial=True)
+    assert np.asarray(listed).tolist() == [3, 0]
+
+
+def test_dropping_a_row_named_twice_frees_its_pages_once(two):
+    two.serve([OLD, []], two.need())
+    stored = np.flatnonzero(np.asarray(two.cache.table.length) > 0)
+    rows = jnp.asarray([stored[0], stored[0], stored[1]], jnp.int32)
+    two.cache, done = hkv.drop(two.cache, rows, jnp.ones(5, bool))
+    assert np.asarray(done).tolist() == [True, False, True]
+    o = hkv.occupancy(two.cache)
+    assert (np.asarray(o["free"] + o["live"] + o["pinned"]) == np.asarray(o["capacity"])).all()
