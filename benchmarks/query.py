@@ -97,16 +97,17 @@ def run(quick: bool) -> list[dict]:
                         tokens = jnp.asarray(prompts_for(source, length, batch, hit, rng))
                         n = jnp.full(batch, length, jnp.int32)
                         ask = hkv.need(cache, requests=batch, bucket=length)
-                        repeats = 100 if batch * length < 1 << 20 else 10
+                        repeats = 50 if batch * length < 1 << 20 else 5
                         got = hkv.query(cache, tokens, n, ask)
                         expect = min(int(length * hit), length - 1)
-                        assert (np.asarray(got.boundary) == expect).all(), (got.boundary, expect)
+                        if (np.asarray(got.boundary) != expect).any():
+                            raise RuntimeError(f"boundary {got.boundary}, not {expect}")
                         result = timed(lambda: hkv.query(cache, tokens, n, ask), repeats)  # noqa: B023
                         results.append(
                             {"B": B, "prompt": name, "batch": batch, "hit": hit, **result}
                         )
                         print_row(results[-1])
-                        if hit == 1.0 and batch == 1 and length >= LENGTHS["64k"]:
+                        if hit == batch == 1 and B == 128 and length >= LENGTHS["64k"]:
                             results[-1]["levels"] = level_costs(cache, tokens, n, ask, repeats)
         programs = [x for x in compiles.names if "_query" in x]
         print(f"B = {B}: {len(programs)} query programs for {len(layout.buckets)} buckets x 2 "
