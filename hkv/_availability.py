@@ -186,7 +186,7 @@ def _html(availability: Availability, q: int) -> str:
             for row in body
         ),
     ]
-    lines = [x for x in _request_lines(availability, q)]
+    lines = _request_lines(availability, q)
     return f"<table>{''.join(cells)}</table><pre>{html.escape(chr(10).join(lines))}</pre>"
 
 

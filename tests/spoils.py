@@ -367,7 +367,7 @@ def cheaply(spoil: Spoil) -> Spoil:
 
 
 def required_rows(rule: hkv.Rule, p: int) -> tuple[int, int]:
-    """Tokens `[lo, hi)` whose rows must be there to resume at `p`: DESIGN's table once more."""
+    """Tokens `[lo, hi)` whose rows must be there to resume at `p`, written down once more."""
     m = rule.size
     match rule.kind:
         case Kind.HISTORY | Kind.INDEXER:
