@@ -69,7 +69,7 @@ def store(cache: hkv.Cache, need: hkv.Need, prompts: np.ndarray) -> hkv.Cache:
     cols["start"][rows] = column * B
     cols["length"][rows] = B
     cols["identity"][rows] = np.asarray(need.identity[0])
-    cols["abi"][rows], cols["codes"][rows] = np.asarray(need.abi), np.asarray(need.codes)
+    cols["abi"][rows], cols["codes"][rows] = np.asarray(need.abi[0]), np.asarray(need.codes[0])
     cols["held"][rows] = np.stack([column * B, column * B + B], -1)[:, None]
     cols["digest"][rows] = 1
     cols["written"][rows] = 1

@@ -113,9 +113,8 @@ class Server:
         if (np.asarray(admission.verdict) != hkv.Verdict.ADMIT).any():
             raise RuntimeError(f"not admitted:\n{admission}")
         self.cache, lease, why = hkv.recover(
-            self._replay, self.weights, self.cache, lease, plan, tokens, self.need,
-            chunk=self.chunk,
-        )  # fmt: skip
+            self._replay, self.weights, self.cache, lease, plan, tokens, chunk=self.chunk
+        )
         if np.asarray(why).any():
             raise RuntimeError(f"not recovered: {[hkv.Reason(int(w)).sentence for w in why]}")
         at, end = np.asarray(lease.length), np.asarray(length)
@@ -169,9 +168,7 @@ class Server:
         """Lets go of the requests; what they hold of `texts` is published before."""
         if texts is not None:
             tokens, length = hkv.pad_batch(self.layout, texts)
-            self.cache, lease, _ = hkv.publish(
-                self.cache, lease, tokens, length, self.need, partial=True
-            )
+            self.cache, lease, _ = hkv.publish(self.cache, lease, tokens, length, partial=True)
         self.cache = hkv.release(self.cache, lease)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from hkv._arguments import check_array, check_type
 from hkv._cache import Cache, bumped, form_bits, rows_of, same_generation
 from hkv._evict import make_room
+from hkv._identity import Need, segment_mark
 from hkv._layout import DEVICE_FORMS, FORMS, Form
 from hkv._lease import FOREVER, Lease, check_fits, check_lease
 from hkv._lifecycle import Life
@@ -85,6 +86,7 @@ class _Source:
 
     rows: jax.Array
     version: jax.Array
+    mark: jax.Array
     resume: jax.Array
     fill: jax.Array
     fill_start: jax.Array
@@ -92,6 +94,8 @@ class _Source:
     replay: jax.Array
     replay_groups: jax.Array
     have: jax.Array
+    need: Need
+    asked: jax.Array
     ok: jax.Array  # bool
 
 
@@ -209,11 +213,14 @@ def _fork(cache: Cache, lease: Lease, total: jax.Array):
     span = jnp.stack([zero, zero], -1)
     G = len(cache.layout.groups)
     source = _Source(
-        rows=lease.rows, version=lease.version, resume=lease.length, fill=span, fill_start=zero,
+        rows=lease.rows, version=lease.version,
+        mark=jax.vmap(jax.vmap(segment_mark))(rows_of(cache.table, lease.rows)),
+        resume=lease.length, fill=span, fill_start=zero,
         fill_groups=jnp.zeros((*zero.shape, G), bool),
         replay=jnp.stack([lease.length, lease.length], -1),
         replay_groups=jnp.zeros((*zero.shape, G), bool),
-        have=jnp.stack([lo, jnp.broadcast_to(lease.length[:, None], lo.shape)], -1), ok=ok,
+        have=jnp.stack([lo, jnp.broadcast_to(lease.length[:, None], lo.shape)], -1),
+        need=lease.need, asked=lease.serial[:, 1], ok=ok,
     )  # fmt: skip
     cache, out, answer = _reserve_all(cache, source, total, True)
     blocked = used & (answer.verdict != Verdict.ADMIT)
@@ -277,7 +284,6 @@ def _reserve(cache: Cache, x: _Source, total: jax.Array, grow: bool):
 
     # How much is needed, and how much there is.
     per = jnp.asarray([lay.segment_pages(g) for g in lay.groups], jnp.int32)
-    forms = jnp.asarray([g.form for g in lay.groups], jnp.int32)
     need_rows = jnp.sum(new, dtype=jnp.int32)
     need = per * (need_rows + jnp.sum(private, axis=1, dtype=jnp.int32))
     pinned = add(t.pins, jnp.where(reused, x.rows, N), jnp.ones(S, jnp.int32))
@@ -291,7 +297,7 @@ def _reserve(cache: Cache, x: _Source, total: jax.Array, grow: bool):
          for a in t.pages]
     )  # fmt: skip
     capacity = jnp.asarray([g.pages - 1 for g in lay.groups], jnp.int32)
-    by_form = jnp.zeros(FORMS, jnp.int32).at[forms].add
+    by_form = jnp.zeros(FORMS, jnp.int32).at[lay.forms].add
     form_need, form_used = by_form(need), by_form(used_pages(cache))
     form_loose, form_mine = by_form(loose), by_form(mine)
 
@@ -308,8 +314,9 @@ def _reserve(cache: Cache, x: _Source, total: jax.Array, grow: bool):
     block(jnp.any(form_used - form_loose + form_need > caps), Blocker.CAP, False)
     block(jnp.any(need > free + loose), Blocker.PAGES, False)
     block(need_rows > cache.n_free_rows + jnp.sum(idle, dtype=jnp.int32), Blocker.ROWS, False)
-    block(~jnp.any(cache.serials == 0), Blocker.LEASES, False)
+    block(~jnp.any(cache.serials[:, 0] == 0), Blocker.LEASES, False)
     fresh = (x.rows < N) & same_generation(take(t.version, x.rows, 0), x.version)
+    fresh &= jax.vmap(segment_mark)(rows_of(t, x.rows)) == x.mark
     block(~jnp.all(fresh | ~reused) | ~x.ok, Blocker.CHANGED, False)
     block(jnp.any(form_need + form_mine > caps), Blocker.CAP, True)
     block(jnp.any(need + mine > capacity), Blocker.PAGES, True)
@@ -349,9 +356,13 @@ def _reserve(cache: Cache, x: _Source, total: jax.Array, grow: bool):
 
     # Take it: a slot, rows, pages.
     new, private, shared = new & got, private & got, shared & got
-    slot = jnp.where(got, jnp.argmin(cache.serials != 0).astype(jnp.int32), M)
+    slot = jnp.where(got, jnp.argmin(cache.serials[:, 0] != 0).astype(jnp.int32), M)
     serial = cache.clock
-    cache = dataclasses.replace(cache, serials=put(cache.serials, slot, serial))
+    name = jnp.stack([serial, x.asked])
+    resume = jnp.where(got, x.resume, 0)
+    cache = dataclasses.replace(
+        cache, serials=put(cache.serials, slot, name), reached=put(cache.reached, slot, resume)
+    )
     cache, fresh_rows = pop_rows(cache, new)
     cache = _open_rows(cache, fresh_rows, new)
     rows = jnp.where(new, fresh_rows, jnp.where(shared, x.rows, N))
@@ -404,13 +415,13 @@ def _reserve(cache: Cache, x: _Source, total: jax.Array, grow: bool):
                        take(t.provenance, source, 0)),
     )  # fmt: skip
     cache = dataclasses.replace(cache, table=table, pools=tuple(pools))
-    resume = jnp.where(got, x.resume, 0)
     out = Lease(
-        slot=slot, serial=jnp.where(got, serial, jnp.uint32(0)), rows=rows,
+        slot=slot, serial=jnp.where(got, name, jnp.uint32(0)), rows=rows,
         version=take(cache.table.version, rows, 0), own=new, pages=tuple(pages), written=words,
         private=private, length=resume, total=jnp.where(got, total, 0),
         have=jnp.where(got, x.have, 0),
         write=jnp.broadcast_to(jnp.stack([resume, jnp.int32(FOREVER)]), (G, 2)),
+        need=x.need,
     )  # fmt: skip
     return cache, out, answer
 

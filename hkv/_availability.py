@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import html
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,9 @@ import numpy as np
 
 from hkv._arguments import check_type
 from hkv._layout import Form, Layout
+
+if TYPE_CHECKING:
+    from hkv._identity import Need
 
 
 class Status(enum.IntEnum):
@@ -90,6 +94,7 @@ class Availability:
     group_reason: jax.Array  # u8[Q, S, G], `Reason` per group, whether needed or not
     rows: jax.Array  # i32[Q, S], stored segments that match; N for none
     version: jax.Array  # u32[Q, S], their versions when verified
+    mark: jax.Array  # u32[Q, S], digest of what they were then
     held: jax.Array  # i32[Q, S, G, 2], positions whose rows they hold
     matched: jax.Array  # i32[Q], tokens that stored segments share with the prompt, at most N - 1
     length: jax.Array  # i32[Q], tokens of the prompt
@@ -100,6 +105,8 @@ class Availability:
     boundary_reason: jax.Array  # u8[Q, K], OK, GROUPS, or NOT_FOUND past what is stored
     group_ok: jax.Array  # bool[Q, G, K], boundaries of each group alone
     runs: jax.Array  # i32[Q, G, K], how far back each group is held without a gap, in tokens
+    need: "Need"  # what was asked with
+    asked: jax.Array  # u32[Q], digest of prompt and need
     layout: Layout = jax.tree.static()
 
     @property

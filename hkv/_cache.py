@@ -82,7 +82,8 @@ class Cache:
     pools: tuple[Pool, ...]
     free_rows: jax.Array  # i32[N], stack of free segment rows
     n_free_rows: jax.Array  # i32[]
-    serials: jax.Array  # u32[M], serial of the lease in each slot; 0 where free
+    serials: jax.Array  # u32[M, 2], serial of the lease in each slot; 0 where free
+    reached: jax.Array  # i32[M], tokens that the request in each slot has stored
     caps: jax.Array  # i32[F], most pages a form may occupy over its groups; changeable
     clock: jax.Array  # u32[], counts operations
     layout: Layout = jax.tree.static()
@@ -103,9 +104,10 @@ class Cache:
         if not isinstance(self.clock, jax.Array) or isinstance(self.clock, jax.core.Tracer):
             return f"Cache(layout={self.layout!r})"
         n = self.layout.segments
+        size = sum(nbytes(self.layout).values()) / 2**20
         text = [
             f"Cache: {n - int(self.n_free_rows)} of {n} segments of "
-            f"{self.layout.segment_tokens} tokens, {sum(nbytes(self.layout).values()):,} bytes"
+            f"{self.layout.segment_tokens} tokens, {size:.1f} MiB"
         ]
         for g, p in zip(self.layout.groups, self.pools, strict=True):
             text.append(
@@ -167,7 +169,8 @@ def _make(layout: Layout) -> Cache:
         table=table, tokens=zeros(i32, N, B), index=jnp.full(H + PROBE, N, i32),
         tags=zeros(u32, H + PROBE), openings=jnp.full((H, WAYS), N, i32), pools=pools,
         free_rows=N - 1 - jnp.arange(N, dtype=i32), n_free_rows=jnp.asarray(N, i32),
-        serials=zeros(u32, layout.leases), caps=jnp.asarray(caps), clock=jnp.asarray(0, u32),
+        serials=zeros(u32, layout.leases, 2), reached=zeros(i32, layout.leases),
+        caps=jnp.asarray(caps), clock=jnp.asarray(0, u32),
         layout=layout,
     )  # fmt: skip
 

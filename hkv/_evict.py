@@ -134,7 +134,7 @@ def make_room(cache: Cache, rows: jax.Array, pages: jax.Array, forms: jax.Array)
         forms: `i32[F]` pages that each form must have left under its cap.
     """
     lay, N = cache.layout, cache.layout.segments
-    group_form = jnp.asarray([g.form for g in lay.groups], jnp.int32)
+    group_form = lay.forms
     alone = [f for f in DEVICE_FORMS if not any(
         lay.groups[g].rule.prefix_closed for g in lay.form_groups(f))]  # fmt: skip
 
@@ -206,9 +206,7 @@ def evict(cache: Cache, pages: jax.Array) -> Cache:
 
 @functools.partial(jax.jit, donate_argnames=("cache",))
 def _evict(cache: Cache, pages: jax.Array) -> Cache:
-    forms = jnp.zeros(FORMS, jnp.int32).at[
-        jnp.asarray([g.form for g in cache.layout.groups])
-    ].add(pages)  # fmt: skip
+    forms = jnp.zeros(FORMS, jnp.int32).at[cache.layout.forms].add(pages)
     return make_room(cache, jnp.int32(0), pages, forms)
 
 

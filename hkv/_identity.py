@@ -6,7 +6,6 @@ The hash only proposes candidates. A hit is decided by exact comparison elsewher
 import dataclasses
 import hashlib
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ import numpy as np
 
 from hkv._arguments import check_int, check_type
 from hkv._availability import Provenance
-from hkv._cache import Cache
+from hkv._cache import Cache, Segment
 from hkv._layout import Layout
 
 _pytree = jax.tree_util.register_dataclass
@@ -25,31 +24,24 @@ _LANES = ((0x9E3779B1, 0x85EBCA77), (0xC2B2AE3D, 0x27D4EB2F))
 @_pytree
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Need:
-    """What a stored segment must equal to serve a request. Shared by a batch unless it says Q."""
+    """What stored segments must equal to serve a batch of requests.
+
+    It goes along from the answer of a query to the plan and the lease, so that a run is recovered
+    and published under what was verified.
+    """
 
     identity: jax.Array  # u32[Q, 4], of salt, adapter and model
     start: jax.Array  # i32[Q], absolute position of the first token
     media: jax.Array  # u32[Q, S, 4], of the images and such in each segment; 0 for none
-    epoch: jax.Array  # u32[], version of the weights
-    indexer_version: jax.Array  # u32[]
-    provenance: jax.Array  # u8[], the worst that is accepted
-    abi: jax.Array  # u32[G], what the kernels of this build read
-    codes: jax.Array  # u32[G, shards], how the pools lie in memory
+    epoch: jax.Array  # u32[Q], version of the weights
+    indexer_version: jax.Array  # u32[Q]
+    provenance: jax.Array  # u8[Q], the worst that is accepted
+    abi: jax.Array  # u32[Q, G], what the kernels of this build read
+    codes: jax.Array  # u32[Q, G, shards], how the pools lie in memory
 
-
-# Which fields of a need have an axis Q, for `jax.vmap`.
-_shared: Any = None
-_by_request: Any = 0
-PER_REQUEST = Need(
-    identity=_by_request,
-    start=_by_request,
-    media=_by_request,
-    epoch=_shared,
-    indexer_version=_shared,
-    provenance=_shared,
-    abi=_shared,
-    codes=_shared,
-)
+    def request(self, q: int) -> "Need":
+        """What request `q` needs, without the axis Q, as the functions on one segment take it."""
+        return jax.tree.map(lambda a: a[q], self)
 
 
 def digest128(*fields: bytes) -> np.ndarray:
@@ -191,11 +183,11 @@ def need(
         identity=np.stack(ids),
         start=np.array(starts, np.int32),
         media=media.astype(np.uint32),
-        epoch=np.uint32(epoch),
-        indexer_version=np.uint32(indexer_version),
-        provenance=np.uint8(provenance),
-        abi=abi,
-        codes=codes,
+        epoch=np.full(requests, epoch, np.uint32),
+        indexer_version=np.full(requests, indexer_version, np.uint32),
+        provenance=np.full(requests, provenance, np.uint8),
+        abi=np.repeat(abi[None], requests, axis=0),
+        codes=np.repeat(codes[None], requests, axis=0),
     )
     # An explicit transfer, to where the cache lies: it compiles nothing and is not repeated.
     there = getattr(cache.clock, "committed", False)
@@ -229,6 +221,31 @@ def _token_words(tokens: jax.Array, lane: int) -> jax.Array:
     a, b = _LANES[lane]
     at = np.arange(1, tokens.shape[0] + 1, dtype=np.uint64) * b & 0xFFFFFFFF
     return mix(tokens.astype(jnp.uint32) * np.uint32(a) + at.astype(np.uint32))
+
+
+def fold(*arrays: jax.Array) -> jax.Array:
+    """`u32[]`: the contents of integer arrays as one word, to tell mistaken ones apart.
+
+    Zeros at an array's end make no difference.
+    """
+    word = jnp.uint32(0)
+    for a in arrays:
+        flat = a.reshape(-1)
+        words = jnp.where(flat != 0, _token_words(flat, 0), jnp.uint32(0))
+        word = mix(word ^ jnp.sum(words, dtype=jnp.uint32))
+    return word
+
+
+def asked(tokens: jax.Array, length: jax.Array, need: Need) -> jax.Array:
+    """`u32[]`: one request, `i32[T]` tokens of which `length` count, as one word."""
+    inside = jnp.arange(tokens.shape[0], dtype=jnp.int32) < length
+    return fold(jnp.where(inside, tokens, 0), length, *jax.tree.leaves(need))
+
+
+def segment_mark(seg: Segment) -> jax.Array:
+    """`u32[]`: what a segment is, beside its version: another cache may have that one too."""
+    facts = (seg.key, seg.epoch, seg.indexer_version, seg.provenance, seg.abi, seg.codes)
+    return fold(*facts)
 
 
 def block_keys(tokens: jax.Array, identity: jax.Array, start: jax.Array, media: jax.Array):

@@ -223,6 +223,21 @@ class Layout:
         )
 
     @property
+    def closed(self) -> np.ndarray:
+        """`bool[G]`: groups whose rows up to a position are all required there: histories."""
+        return np.array([g.rule.prefix_closed for g in self.groups])
+
+    @property
+    def units(self) -> np.ndarray:
+        """`i32[G]`: tokens per row."""
+        return np.array([g.rule.unit for g in self.groups], np.int32)
+
+    @property
+    def forms(self) -> np.ndarray:
+        """`i32[G]`: the form of each group."""
+        return np.array([g.form for g in self.groups], np.int32)
+
+    @property
     def abi(self) -> np.ndarray:
         """`u32[G]`: the kernel ABI code of each group."""
         return np.array([g.fingerprint() for g in self.groups], np.uint32)
@@ -234,12 +249,6 @@ class Layout:
             if tokens <= n:
                 return n
         raise ValueError(f"`tokens` is {tokens} long; the longest bucket is {self.buckets[-1]}")
-
-    def request_pages(self, tokens: int) -> np.ndarray:
-        """`i32[G]`: pages that `tokens` new tokens from a segment boundary on take at most."""
-        check_int("tokens", tokens, 0)
-        n = math.ceil(tokens / self.segment_tokens)
-        return np.array([n * self.segment_pages(g) for g in self.groups], np.int32)
 
     def with_abi(self, name: str, **meaning: str | int | float | bool) -> "Layout":
         """This layout with fields of one group's `abi` replaced."""

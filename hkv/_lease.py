@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from hkv._arguments import check_type
 from hkv._cache import Cache, same_generation
 from hkv._evict import free_segments
+from hkv._identity import Need
 from hkv._pages import push_pages
 from hkv._rules import Kind, required
 from hkv._slots import add, put, take
@@ -26,7 +27,7 @@ class Lease:
     """
 
     slot: jax.Array  # i32[Q], lease slot; M where the request holds none
-    serial: jax.Array  # u32[Q], of the slot when it was taken
+    serial: jax.Array  # u32[Q, 2], of the slot when it was taken: clock, digest of what was asked
     rows: jax.Array  # i32[Q, S], segments; N past the end
     version: jax.Array  # u32[Q, S], their versions when verified
     own: jax.Array  # bool[Q, S], segments that this request may write
@@ -37,6 +38,7 @@ class Lease:
     total: jax.Array  # i32[Q], tokens that were reserved
     have: jax.Array  # i32[Q, G, 2], positions held
     write: jax.Array  # i32[Q, G, 2], positions that a run writes
+    need: Need  # what the request was verified under, and is published under
 
 
 def check_fits(cache: Cache, lease: Lease) -> None:
@@ -52,13 +54,20 @@ def check_fits(cache: Cache, lease: Lease) -> None:
         )
 
 
+def holds(cache: Cache, lease: Lease) -> jax.Array:
+    """`bool[...]`: the lease was taken in this cache and not released; with or without Q."""
+    same = jnp.all(take(cache.serials, lease.slot, 0) == lease.serial, axis=-1)
+    return same & (lease.serial[..., 0] > 0)
+
+
 def check_lease(cache: Cache, lease: Lease) -> jax.Array:
-    """`bool[Q]`: the lease is still held and its segments are of the generation it verified.
+    """`bool[Q]`: the lease is still held, of what the cache has stored for it, and its segments
+    are of the generation it verified.
 
     This is the state pointer; the data pointer (page stamps) is checked where pages are read.
     """
     check_fits(cache, lease)
-    held = (take(cache.serials, lease.slot, 0) == lease.serial) & (lease.serial > 0)
+    held = holds(cache, lease) & (lease.length <= take(cache.reached, lease.slot, 0))
     now = take(cache.table.version, lease.rows, 0)
     same = same_generation(now, lease.version) | (lease.rows >= cache.layout.segments)
     return held & jnp.all(same, axis=-1)
@@ -77,14 +86,14 @@ def release(cache: Cache, lease: Lease) -> Cache:
 def _release(cache: Cache, lease: Lease) -> Cache:
     def one(c: Cache, x: Lease):
         N, M = c.layout.segments, c.layout.leases
-        held = (take(c.serials, x.slot, 0) == x.serial) & (x.serial > 0)
+        held = holds(c, x)
         mine = held & (x.rows < N)
         at = jnp.where(mine, x.rows, N)
         pins = add(c.table.pins, at, jnp.full(at.shape, -1, jnp.int32))
         c = dataclasses.replace(
             c,
             table=dataclasses.replace(c.table, pins=pins),
-            serials=put(c.serials, jnp.where(held, x.slot, M), jnp.uint32(0)),
+            serials=put(c.serials, jnp.where(held, x.slot, M), jnp.zeros(2, jnp.uint32)),
             clock=c.clock + 1,
         )
         unlisted = mine & (take(c.table.length, at, 1) == 0) & (take(pins, at, 1) == 0)

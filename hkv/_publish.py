@@ -15,7 +15,7 @@ from hkv._lease import Lease, check_fits, check_lease
 from hkv._lifecycle import Life
 from hkv._lookup import by_key, index_base
 from hkv._pages import push_pages
-from hkv._query import check_batch, check_need, find
+from hkv._query import check_batch, find
 from hkv._rules import Kind
 from hkv._slots import add, put, take
 from hkv._verify import payload_digest
@@ -27,7 +27,6 @@ def publish(
     lease: Lease,
     tokens: jax.Array,
     length: jax.Array,
-    need: Need,
     *,
     partial: bool = False,
 ) -> tuple[Cache, Lease, jax.Array]:
@@ -40,11 +39,8 @@ def publish(
     Args:
         cache: the cache.
         lease: the requests.
-        tokens: `i32[Q, T]` their token ids, T = S * B of the lease.
+        tokens: `i32[Q, T]` their token ids, T = S * B of the lease: those that ran.
         length: `i32[Q]` settled tokens: those whose step the device has finished.
-        need: identity, epoch and codes to store with the segments; the one used for queries. A
-            run under other weights or another tenant than the need says cannot be told apart here,
-            nor can token ids other than those that ran.
         partial: also list the last, partly filled segment. It is immutable then, so the request
             can go on only by being admitted again.
 
@@ -56,34 +52,31 @@ def publish(
     """
     check_fits(cache, lease)
     check_batch(cache.layout, tokens, length)
-    check_need(cache, need, tokens)
     B = cache.layout.segment_tokens
     if tokens.shape != (lease.rows.shape[0], lease.rows.shape[1] * B):
         raise ValueError(
             f"`tokens` has shape {tokens.shape}; the lease is for "
             f"{(lease.rows.shape[0], lease.rows.shape[1] * B)}"
         )
-    return _publish(cache, lease, tokens, length, need, partial)
+    return _publish(cache, lease, tokens, length, partial)
 
 
 @functools.partial(jax.jit, donate_argnames=("cache",), static_argnames=("partial",))
-def _publish(cache: Cache, lease: Lease, tokens, length, need: Need, partial: bool):
+def _publish(cache: Cache, lease: Lease, tokens, length, partial: bool):
     ok = check_lease(cache, lease) & stamps_hold(cache, lease, lease.length)
-    whose = (need.identity, need.start, need.media)
 
     def one(c: Cache, x):
-        lease, tokens, length, ok, (identity, start, media) = x
-        mine = dataclasses.replace(need, identity=identity, start=start, media=media)
+        lease, tokens, length, ok = x
         length = jnp.where(ok, jnp.clip(length, 0, lease.length), 0)
-        return _publish_one(c, lease, tokens, length, ok, mine, partial)
+        return _publish_one(c, lease, tokens, length, ok, partial)
 
-    cache, (lease, n) = jax.lax.scan(one, cache, (lease, tokens, length, ok, whose))
+    cache, (lease, n) = jax.lax.scan(one, cache, (lease, tokens, length, ok))
     return cache, lease, n
 
 
-def _publish_one(cache: Cache, lease: Lease, tokens, length, ok, need: Need, partial: bool):
+def _publish_one(cache: Cache, lease: Lease, tokens, length, ok, partial: bool):
     """For one request: all arguments without the axis Q."""
-    lay = cache.layout
+    lay, need = cache.layout, lease.need
     B, N, S = lay.segment_tokens, lay.segments, lease.rows.shape[0]
     column = jnp.arange(S, dtype=jnp.int32)
     begin = column * B
@@ -91,8 +84,7 @@ def _publish_one(cache: Cache, lease: Lease, tokens, length, ok, need: Need, par
 
     # What is stored already, history complete, stays the listed one.
     found = find(cache, tokens, length, need, all_but_one=False)
-    closed = jnp.asarray([g.rule.prefix_closed for g in lay.groups])
-    good = jnp.all((found.reason == 0) | ~closed[None], axis=1) & (found.rows < N)
+    good = jnp.all((found.reason == 0) | ~lay.closed[None], axis=1) & (found.rows < N)
     shared = jnp.where(column < found.whole, B, jnp.where(column == found.whole, found.partial, 0))
     stored = good & (shared >= n) & (n > 0)
     rows = lease.rows
@@ -262,9 +254,8 @@ def _give_back(cache: Cache, lease: Lease, ok, need: Need, bad):
     begin = (jnp.arange(S, dtype=jnp.int32) * B)[:, None, None]
     seg = rows_of(t, rows)
     spans = jnp.clip(lease.have[None] - begin, 0, B)  # [S, G, 2]
-    closed = jnp.asarray([g.rule.prefix_closed for g in lay.groups])
     whole = (spans[..., :1] == 0) & (spans[..., 1:] == B)
-    spans = jnp.where(closed[None, :, None] & ~whole, 0, spans)
+    spans = jnp.where(lay.closed[None, :, None] & ~whole, 0, spans)
     indexed = jnp.asarray([g.form is Form.INDEXER for g in lay.groups])
     right = (seg.length == B) & (seg.epoch == need.epoch) & ok
     bare = jnp.stack([jnp.all(p == 0, axis=1) for p in seg.pages], axis=1)
@@ -289,7 +280,7 @@ def _give_back(cache: Cache, lease: Lease, ok, need: Need, bad):
     # Of a form that was invalidated nothing is kept but what was made again.
     stale = forms & (seg.life == Life.STALE)
     life = jnp.where(stale | (forms & (seg.life == Life.EMPTY)), jnp.uint8(Life.READY), seg.life)
-    group_form = jnp.asarray([spec.form for spec in lay.groups], jnp.int32)
+    group_form = lay.forms
     old_held = jnp.where(
         stale[:, group_form, None], jnp.broadcast_to(seg.start[:, None, None], seg.held.shape),
         seg.held,

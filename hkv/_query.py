@@ -15,7 +15,7 @@ from hkv import _verify
 from hkv._arguments import check_type
 from hkv._availability import Availability, Place, Reason, Status
 from hkv._cache import Cache, rows_of
-from hkv._identity import PER_REQUEST, Need, block_keys
+from hkv._identity import Need, asked, block_keys, segment_mark
 from hkv._layout import Form, Layout
 from hkv._lifecycle import Life
 from hkv._lookup import by_key, by_opening, leading_equal
@@ -61,23 +61,17 @@ def query(cache: Cache, tokens: jax.Array, length: jax.Array, need: Need) -> Ava
 
 
 def check_need(cache: Cache, need: Need, tokens: jax.Array) -> None:
-    """Refuses a need of another batch or of another layout."""
-    check_need_layout(cache, need)
+    """Refuses what is no need, or one of another batch or of another layout."""
+    check_type("need", need, Need)
     lay = cache.layout
+    if need.codes.shape[1:] != (len(lay.groups), lay.shards):
+        raise ValueError("`need` was made for another layout; make it from this cache")
     S = tokens.shape[1] // lay.segment_tokens
     if need.media.shape[:2] != (tokens.shape[0], S) or need.identity.shape[0] != tokens.shape[0]:
         raise ValueError(
             f"`need` is for {need.identity.shape[0]} requests of {need.media.shape[1]} segments, "
             f"`tokens` for {tokens.shape[0]} of {S}; give need(requests=..., bucket=...)"
         )
-
-
-def check_need_layout(cache: Cache, need: Need) -> None:
-    """Refuses what is no need, or one of another layout."""
-    check_type("need", need, Need)
-    lay = cache.layout
-    if need.abi.shape != (len(lay.groups),) or need.codes.shape != (len(lay.groups), lay.shards):
-        raise ValueError("`need` was made for another layout; make it from this cache")
 
 
 def check_batch(layout: Layout, tokens: jax.Array, length: jax.Array) -> None:
@@ -140,14 +134,15 @@ def _query(cache: Cache, tokens: jax.Array, length: jax.Array, need: Need) -> Av
     def one(tokens, length, need):
         right = (length >= 0) & (length <= tokens.shape[0])
         length = jnp.where(right, length, 0)
-        answer = assess(cache, find(cache, tokens, length, need), length)
+        word = asked(tokens, length, need)
+        answer = assess(cache, find(cache, tokens, length, need), length, need, word)
         return dataclasses.replace(
             answer,
             status=jnp.where(right, answer.status, jnp.uint8(Status.RECOMPUTE)),
             reason=jnp.where(right, answer.reason, jnp.uint8(Reason.LENGTH)),
         )
 
-    return jax.vmap(one, in_axes=(0, 0, PER_REQUEST))(tokens, length, need)
+    return jax.vmap(one)(tokens, length, need)
 
 
 def find(
@@ -232,10 +227,6 @@ def _is(lay: Layout, *kinds: Kind) -> np.ndarray:
     return np.array([g.rule.kind in kinds for g in lay.groups])
 
 
-def _closed(lay: Layout) -> np.ndarray:
-    return _is(lay, Kind.HISTORY, Kind.INDEXER)
-
-
 def _required(lay: Layout, position: jax.Array) -> tuple[jax.Array, jax.Array]:
     """`i32[G]` twice: tokens `[lo, hi)` that each group must hold to resume at `position`."""
     spans = [[x * g.rule.unit for x in required(g.rule, position)] for g in lay.groups]
@@ -280,7 +271,7 @@ def _run_since(lay: Layout, gap, mine, column) -> jax.Array:
     B = lay.segment_tokens
     extra = jnp.take_along_axis(mine, jnp.maximum(gap, 0), axis=1)
     run = (column - gap) * B + jnp.where(gap >= 0, extra, 0)
-    closed, state = _closed(lay)[:, None], _is(lay, Kind.STATE)[:, None]
+    closed, state = lay.closed[:, None], _is(lay, Kind.STATE)[:, None]
     run = jnp.where(closed & (gap >= 0), -1, run)
     snapshot = jnp.take_along_axis(mine, jnp.broadcast_to(column, run.shape), axis=1) > 0
     return jnp.where(state, snapshot.astype(jnp.int32), run)
@@ -302,7 +293,7 @@ def _run_to(lay: Layout, reason, held, before, base, end) -> jax.Array:
     fine = (before >= 0) & ((last <= base) | (ok & (hi >= last)))
     mine = jnp.where(ok & (hi >= end) & (lo < end), end - jnp.maximum(lo, base), 0)
     run = mine + jnp.where((mine > 0) & (lo <= base), before, 0)
-    run = jnp.where(_closed(lay), jnp.where(fine, end, -1), run)
+    run = jnp.where(lay.closed, jnp.where(fine, end, -1), run)
     run = jnp.where(_is(lay, Kind.STATE), (ok & (hi == end)).astype(jnp.int32), run)
     return jnp.where(end > base, run, before)
 
@@ -312,10 +303,10 @@ def _enough(lay: Layout, position: jax.Array, run: jax.Array) -> jax.Array:
     lo, hi = _required(lay, position)
     rolling = (lo >= hi) | (run >= position - lo)
     rolling = jnp.where(_is(lay, Kind.STATE), (lo >= hi) | (run > 0), rolling)
-    return jnp.where(_closed(lay), run >= 0, rolling)
+    return jnp.where(lay.closed, run >= 0, rolling)
 
 
-def assess(cache: Cache, match: Match, length: jax.Array) -> Availability:
+def assess(cache: Cache, match: Match, length, need: Need, word) -> Availability:
     """Boundaries of each group, their intersection, and the vector at the furthest match."""
     lay = cache.layout
     B = lay.segment_tokens
@@ -337,12 +328,12 @@ def assess(cache: Cache, match: Match, length: jax.Array) -> Availability:
     ok = at_each(positions, runs) & valid[None]
     met = _verify.check_groups(ok)
     replayable = not any(_is(lay, Kind.STATE))
-    bound = _closed(lay) | (not replayable)
+    bound = lay.closed | (not replayable)
 
     # The vector, for a resume at `target`.
     run = run_to(target)
     enough = _enough(lay, target, run)
-    history_ok = jnp.all(enough | ~_closed(lay))
+    history_ok = jnp.all(enough | ~lay.closed)
     lo, hi = _required(lay, target)
 
     def judge(begin, reason, held):
@@ -353,7 +344,7 @@ def assess(cache: Cache, match: Match, length: jax.Array) -> Availability:
         state = _is(lay, Kind.STATE)
         needed = jnp.where(state, (target > begin) & (target <= begin + B), needed)
         covers = jnp.where(state, held[:, 1] == target, covers)
-        can = history_ok & replayable & ~_closed(lay)
+        can = history_ok & replayable & ~lay.closed
         status = jnp.where(can, jnp.uint8(Status.RECOVER), jnp.uint8(Status.RECOMPUTE))
         status = jnp.where((reason == 0) & covers, jnp.uint8(Status.REUSE), status)
         status = jnp.where(needed, status, jnp.uint8(Status.NOT_NEEDED))
@@ -364,7 +355,7 @@ def assess(cache: Cache, match: Match, length: jax.Array) -> Availability:
 
     begin = aligned[:-1]
     status, why = jax.vmap(judge)(begin, match.reason, match.held)
-    lost = jnp.where(enough | _closed(lay), target, lo)
+    lost = jnp.where(enough | lay.closed, target, lo)
     have = jnp.stack([target - run, jnp.broadcast_to(target, run.shape)], -1)
     replay = target - replay_start(lay.layers, target, lost, have)
     status, why, place = _by_form(cache, match.rows, status, why)
@@ -374,8 +365,9 @@ def assess(cache: Cache, match: Match, length: jax.Array) -> Availability:
     tokens = tokens.at[:, Form.DISK].set(0)
     return Availability(
         status=status, reason=why, place=place, tokens=tokens, group_reason=match.reason,
-        rows=match.rows, version=take(cache.table.version, match.rows, 0), held=match.held,
-        matched=target, length=length,
+        rows=match.rows, version=take(cache.table.version, match.rows, 0),
+        mark=jax.vmap(segment_mark)(rows_of(cache.table, match.rows)), held=match.held,
+        matched=target, length=length, need=need, asked=word,
         furthest=jnp.max(jnp.where(ok, positions[None], 0), axis=1), positions=positions,
         usable=valid & (met == 0),
         recoverable=valid & jnp.all(ok | ~bound[:, None], axis=0),

@@ -11,12 +11,10 @@ import numpy as np
 from hkv._arguments import check_array, check_type
 from hkv._availability import Reason
 from hkv._cache import Cache, rows_of
-from hkv._identity import Need
+from hkv._identity import asked
 from hkv._lease import FOREVER, Lease, check_fits, check_lease
-from hkv._query import check_need, check_need_layout
 from hkv._route import Plan
 from hkv._rules import Kind, required
-from hkv._slots import take
 from hkv._verify import check_abi, check_bytes, first_reason
 from hkv._view import View, append, covers, stamps_hold, view_of_replay
 
@@ -28,7 +26,6 @@ def recover(
     lease: Lease,
     plan: Plan,
     tokens: jax.Array,
-    need: Need,
     *,
     chunk: int,
 ) -> tuple[Cache, Lease, jax.Array]:
@@ -44,7 +41,6 @@ def recover(
         lease: from `admit` with this plan.
         plan: from `route`.
         tokens: `i32[Q, T]` the requests' token ids.
-        need: the one that was queried with.
         chunk: tokens per step of the replay.
 
     Returns:
@@ -59,19 +55,27 @@ def recover(
     if plan.rows.shape != (Q, S):
         raise ValueError(f"`plan` has rows {plan.rows.shape}, the lease {(Q, S)}; give its own")
     check_array("tokens", tokens, jnp.int32, Q, S * cache.layout.segment_tokens)
-    check_need(cache, need, tokens)
     if not callable(run):
         raise TypeError(f"`run` is {run!r}; give a function (params, tokens, view) -> view")
     if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
         raise ValueError(f"`chunk` is {chunk!r}; give an int of 1 or more")
-    return _recover(run, params, cache, lease, plan, tokens, need, chunk)
+    return _recover(run, params, cache, lease, plan, tokens, chunk)
 
 
 @functools.partial(jax.jit, static_argnames=("run", "chunk"), donate_argnames=("cache",))
-def _recover(run, params, cache: Cache, lease: Lease, plan: Plan, tokens, need: Need, chunk: int):
+def _recover(run, params, cache: Cache, lease: Lease, plan: Plan, tokens, chunk: int):
     lay = cache.layout
     T = tokens.shape[1]
-    closed = np.array([[g.rule.prefix_closed for g in lay.groups]])  # [1, G]
+    closed = lay.closed[None]
+    # Another request's plan, or other tokens than the prompt's, are not carried out at all.
+    mine = plan.asked == lease.serial[:, 1]
+    prompt = jax.vmap(asked)(tokens, plan.prefill[:, 1], lease.need) == plan.asked
+    right = mine & prompt
+    zero = jnp.zeros_like(plan.fill)
+    plan = dataclasses.replace(
+        plan, fill=jnp.where(right[:, None], plan.fill, zero),
+        replay=jnp.where(right[:, None], plan.replay, zero),
+    )  # fmt: skip
     resume = plan.resume
     zero = jnp.zeros_like(resume)[:, None]
     history = jnp.stack([zero, resume[:, None]], -1)  # [Q, 1, 2]
@@ -120,28 +124,23 @@ def _recover(run, params, cache: Cache, lease: Lease, plan: Plan, tokens, need: 
     lo = jnp.where(closed, 0, jnp.minimum(lo, have[..., 0]))
     held = jnp.stack([lo, jnp.broadcast_to(resume[:, None], lo.shape)], -1)
     ahead = jnp.stack([jnp.broadcast_to(resume[:, None], lo.shape), jnp.full_like(lo, FOREVER)], -1)
-    # What was made from other tokens than the segments' own is neither read nor passed on.
-    B = lay.segment_tokens
-    stored = take(cache.tokens, lease.rows, -1)
-    whole = (jnp.arange(stored.shape[1], dtype=jnp.int32)[None] + 1) * B <= resume[:, None]
-    right = jnp.all((stored == tokens.reshape(stored.shape)) | ~whole[..., None], axis=(1, 2))
     lease = dataclasses.replace(
         lease,
         have=jnp.where(right[:, None, None], held, 0),
         write=jnp.where(right[:, None, None], ahead, FOREVER),
     )
-    why = verify_lease(cache, lease, need)
-    return cache, lease, jnp.where(right, why, jnp.uint8(Reason.TOKENS))
+    why = verify_lease(cache, lease)
+    why = jnp.where(prompt, why, jnp.uint8(Reason.TOKENS))
+    return cache, lease, jnp.where(mine, why, jnp.uint8(Reason.LIFECYCLE))
 
 
-def verify_lease(cache: Cache, lease: Lease, need: Need) -> jax.Array:
+def verify_lease(cache: Cache, lease: Lease) -> jax.Array:
     """`u8[Q]`: OK, or the first reason why what a lease would read now is not verified.
 
     The levels of a query once more, on the lease: versions and stamps of everything it reads, and
     ABI, epoch, indexer version and byte layout of the shared segments that it reads from.
     """
     check_fits(cache, lease)
-    check_need_layout(cache, need)
     lay = cache.layout
     B = lay.segment_tokens
     seg = rows_of(cache.table, lease.rows)
@@ -152,9 +151,11 @@ def verify_lease(cache: Cache, lease: Lease, need: Need) -> jax.Array:
         shared = (seg.length > 0) & ~lease.own & ~lease.private[:, g]
         each.append(shared & (lo < begin + B) & (hi > begin))
     reads = jnp.stack(each, -1)
-    why = jax.vmap(jax.vmap(
-        lambda s: first_reason(check_abi(lay, s, need), check_bytes(lay, s, need))
-    ))(seg)  # fmt: skip
+
+    def judge(seg, need):
+        return first_reason(check_abi(lay, seg, need), check_bytes(lay, seg, need))
+
+    why = jax.vmap(jax.vmap(judge, in_axes=(0, None)))(seg, lease.need)
     why = jnp.where(reads, why, jnp.uint8(0))
     flat = why.reshape(why.shape[0], -1)
     first = jnp.take_along_axis(flat, jnp.argmax(flat != 0, axis=1)[:, None], axis=1)[:, 0]

@@ -13,6 +13,7 @@ import numpy as np
 
 from hkv._arguments import check_type
 from hkv._availability import Availability
+from hkv._identity import Need
 from hkv._layout import Layout
 from hkv._rules import Kind, replay_start, required
 
@@ -52,6 +53,7 @@ class Plan:
 
     rows: jax.Array  # i32[Q, S], segments to reuse; N for none
     version: jax.Array  # u32[Q, S], as verified
+    mark: jax.Array  # u32[Q, S], likewise
     resume: jax.Array  # i32[Q], position from which new tokens run
     fill: jax.Array  # i32[Q, 2], history to be made again, [A, B)
     fill_start: jax.Array  # i32[Q], where the run that makes it starts
@@ -62,6 +64,8 @@ class Plan:
     prefill: jax.Array  # i32[Q, 2], tokens to run as new
     cost: jax.Array  # f32[Q]
     cold: jax.Array  # f32[Q], cost of prefilling everything
+    need: Need  # what was asked with
+    asked: jax.Array  # u32[Q], digest of prompt and need
     layout: Layout = jax.tree.static()
 
     def __repr__(self) -> str:
@@ -114,8 +118,7 @@ def _route_one(a: Availability, costs: Costs) -> Plan:
     position = a.positions  # [K]
     column = jnp.arange(S, dtype=jnp.int32)
     whole = a.matched // B  # segments that match whole, before the last shared token
-    closed = np.array([g.rule.prefix_closed for g in lay.groups])
-    units = np.array([g.rule.unit for g in lay.groups], np.int32)
+    closed, units = lay.closed, lay.units
 
     # Holes in history: whole segments before the boundary, of each history group.
     full = a.held[..., 1] >= ((column + 1) * B)[:, None]
@@ -172,6 +175,7 @@ def _route_one(a: Availability, costs: Costs) -> Plan:
     return Plan(
         rows=jnp.where(used, a.rows, lay.segments),
         version=jnp.where(used, a.version, jnp.uint32(0)),
+        mark=jnp.where(used, a.mark, jnp.uint32(0)),
         resume=resume,
         fill=hole[pick],
         fill_start=fill_start[pick],
@@ -182,6 +186,8 @@ def _route_one(a: Availability, costs: Costs) -> Plan:
         prefill=jnp.stack([resume, a.length]),
         cost=best,
         cold=cold,
+        need=a.need,
+        asked=a.asked,
         layout=lay,
     )
 

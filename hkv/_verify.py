@@ -72,7 +72,7 @@ def _rows_add_up(layout: Layout, seg: Segment) -> jax.Array:
 
 
 def _form_ready(layout: Layout, seg: Segment) -> jax.Array:
-    return seg.life[jnp.asarray([g.form for g in layout.groups], jnp.int32)] == Life.READY
+    return seg.life[layout.forms] == Life.READY
 
 
 # Each check: (reason, predicate). A predicate gives bool[G] or bool[], True where it passes.
@@ -146,10 +146,17 @@ def _check_types(layout, seg, need) -> None:
     check_type("layout", layout, Layout)
     check_type("seg", seg, Segment)
     check_type("need", need, Need)
+    if need.epoch.ndim:
+        raise ValueError("`need` is of a batch; give need.request(q)")
 
 
 def check_abi(layout: Layout, seg: Segment, need: Need) -> jax.Array:
     """Level 2: the bytes of one segment mean to this build's kernels what they meant to the writer.
+
+    Args:
+        layout: the static description.
+        seg: one segment.
+        need: of one request.
 
     Returns:
         `u8[G]` reasons; one group's mismatch touches that group alone.
@@ -174,6 +181,8 @@ def check_groups(ok: jax.Array) -> jax.Array:
 
 def check_bytes(layout: Layout, seg: Segment, need: Need) -> jax.Array:
     """Level 4: every shard has its part, in arrays that lie in memory as the pools do now.
+
+    Arguments as `check_abi`.
 
     Returns:
         `u8[G]` reasons of one segment.

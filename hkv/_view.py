@@ -10,7 +10,7 @@ from hkv._arguments import check_array, check_type
 from hkv._cache import Cache
 from hkv._lease import Lease, check_fits, check_lease
 from hkv._rules import Kind, required
-from hkv._slots import take
+from hkv._slots import put, take
 from pallas_kernels import gather_rows, scatter_rows
 
 
@@ -247,4 +247,6 @@ def append(
     if advance:
         moved = jnp.where(ok, done.position + done.count, lease.length)
         lease = dataclasses.replace(lease, length=moved)
+        slot = jnp.where(ok & (done.count > 0), lease.slot, lay.leases)
+        cache = dataclasses.replace(cache, reached=put(cache.reached, slot, moved))
     return dataclasses.replace(cache, pools=tuple(pools)), lease, ok

@@ -238,7 +238,7 @@ def _check_pool(c: Any, g: int, found: _Problems) -> None:
     leased = np.clip(pool.owner - N - 1, 0, M - 1)
     known = (pool.owner >= 0) & (pool.owner <= N + M)
     found.unless(known, "the owner of page {} is out of range", name)
-    found.unless(~known | (pool.owner <= N) | (c.serials[leased] > 0),
+    found.unless(~known | (pool.owner <= N) | (c.serials[leased, 0] > 0),
                  "page {} belongs to a lease slot that is free", name)  # fmt: skip
     live, pinned = pool.owner[1:] < N, pool.owner[1:] > N
     pinned |= live & (t.pins[np.clip(pool.owner[1:], 0, N - 1)] > 0)
@@ -277,14 +277,14 @@ def _check_leases(c: Any, leases: Sequence[Any], found: _Problems) -> None:
     private = [np.full(g.pages, N, int) for g in lay.groups]
     for x in leases:
         for q, slot in enumerate(x.slot):
-            if not (0 <= slot < M and x.serial[q] and c.serials[slot] == x.serial[q]):
+            if not (0 <= slot < M and x.serial[q, 0] and (c.serials[slot] == x.serial[q]).all()):
                 continue
             slots[slot] += 1
             np.add.at(pins, x.rows[q][x.rows[q] < N], 1)
             for g, pages in enumerate(x.pages):
                 mine = np.repeat(x.private[q, g], lay.segment_pages(lay.groups[g]))
                 private[g][pages[q][mine & (pages[q] > 0)]] = N + 1 + slot
-    found.unless(slots == (c.serials > 0), "lease slot {} is not held by exactly one lease")
+    found.unless(slots == (c.serials[:, 0] > 0), "lease slot {} is not held by exactly one lease")
     found.unless(t.pins == pins, "row {} has another number of pins than leases that hold it")
     for g, spec in enumerate(lay.groups):
         owner = c.pools[g].owner

@@ -66,8 +66,6 @@ def test_deepseek_runs_in_place(name):
     if name == "step":
         memory = aliasing(step, WEIGHTS, cache, lease, tokens, count)
     else:
-        memory = aliasing(
-            _recover._recover, replay, WEIGHTS, cache, lease, plan, tokens, need, CHUNK
-        )
+        memory = aliasing(_recover._recover, replay, WEIGHTS, cache, lease, plan, tokens, CHUNK)
     assert memory.alias >= sum(hkv.nbytes(lay).values())
     assert memory.temp < 1.5 * 2**20  # the smallest pool has 2 MiB

@@ -109,19 +109,20 @@ def _lease_of(store, rows, cache):
     n = jnp.asarray(np.array([len(levels.PROMPT)], np.int32))
     have = jnp.broadcast_to(jnp.asarray(np.array([0, len(levels.PROMPT)], np.int32)), (1, G, 2))
     return hkv.Lease(
-        slot=jnp.zeros(1, jnp.int32), serial=jnp.full(1, 7, jnp.uint32), rows=at,
+        slot=jnp.zeros(1, jnp.int32), serial=jnp.full((1, 2), 7, jnp.uint32), rows=at,
         version=cache.table.version[at], own=jnp.zeros((1, S), bool),
         pages=tuple(p[at].reshape(1, -1) for p in cache.table.pages),
         written=jnp.moveaxis(cache.table.written[at], 1, 2),
         private=jnp.zeros((1, G, S), bool), length=n, total=n, have=have,
         write=jnp.broadcast_to(jnp.stack([n, n + 1], -1)[:, None], (1, G, 2)),
+        need=store.need([Asked()]),
     )  # fmt: skip
 
 
 @jax.jit
-def _reads(cache, lease, need):
+def _reads(cache, lease):
     ok = hkv.view(cache, lease, jnp.zeros_like(lease.length)).ok
-    return ok, hkv.verify_lease(cache, lease, need)
+    return ok, hkv.verify_lease(cache, lease)
 
 
 def _answers(change=None):
@@ -133,8 +134,11 @@ def _answers(change=None):
     serials[0] = 7
     if change:
         change(store, rows[levels.SPOT], serials)
-    now = dataclasses.replace(store.cache(), serials=jnp.asarray(serials))
-    ok, why = _reads(now, lease, store.need([Asked()]))
+    now = dataclasses.replace(
+        store.cache(), serials=jnp.asarray(serials),
+        reached=jnp.full(lease.slot.shape, len(levels.PROMPT), jnp.int32),
+    )  # fmt: skip
+    ok, why = _reads(now, lease)
     return bool(ok[0]), Reason(int(why[0]))
 
 
@@ -257,7 +261,7 @@ def mutations():
         "return held", lease_version,
     )  # fmt: skip
     source(
-        "lease: serial off", _lease.check_lease,
+        "lease: serial off", _lease.holds,
         "take(cache.serials, lease.slot, 0) == lease.serial", "lease.serial == lease.serial",
         lease_serial,
     )  # fmt: skip

@@ -164,11 +164,11 @@ class Payload:
         self.cache, lease, answer = lib.admit(self.cache, plan, total)
         return lease, answer
 
-    def recover(self, lease, plan, prompts, need=None, seeds=None, version=0):
+    def recover(self, lease, plan, prompts, seeds=None, version=0):
         tokens, _ = self.pad(prompts)
         self.cache, lease, why = lib.recover(
             self.run, self.params(prompts, seeds, version), self.cache, lease, plan, tokens,
-            need or self.need(), chunk=self.chunk,
+            chunk=self.chunk,
         )  # fmt: skip
         return lease, np.asarray(why)
 
@@ -192,14 +192,12 @@ class Payload:
             lease, ok = self.step(lease, count, params)
             assert ok[: len(until)][count > 0].all()
 
-    def publish(self, lease, prompts, need=None, length=None, partial=True):
+    def publish(self, lease, prompts, length=None, partial=True):
         tokens, full = self.pad(prompts)
         if length is not None:
             length = [*length, *[0] * (self.Q - len(length))]
             full = jnp.asarray(np.array(length, np.int32))
-        self.cache, lease, n = lib.publish(
-            self.cache, lease, tokens, full, need or self.need(), partial=partial
-        )
+        self.cache, lease, n = lib.publish(self.cache, lease, tokens, full, partial=partial)
         return lease, np.asarray(n)
 
     def release(self, lease):
@@ -210,7 +208,7 @@ class Payload:
         plan = self.plan(prompts, need, costs)
         lease, answer = self.admit(plan, total or [len(p) for p in prompts])
         assert (np.asarray(answer.verdict)[: len(prompts)] == hkv.Verdict.ADMIT).all(), answer
-        lease, why = self.recover(lease, plan, prompts, need, seeds, version)
+        lease, why = self.recover(lease, plan, prompts, seeds, version)
         assert (why[: len(prompts)] == 0).all(), why
         self.check_rows(lease, prompts, seeds, version)
         return lease
@@ -220,7 +218,7 @@ class Payload:
         lease = self.start(prompts, None, need, seeds, version)
         lease = self.advance(lease, prompts, None, seeds, version)
         self.check_rows(lease, prompts, seeds, version)
-        lease, _ = self.publish(lease, prompts, need, partial=partial)
+        lease, _ = self.publish(lease, prompts, partial=partial)
         self.release(lease)
 
     def boundary(self, prompts, need=None):

@@ -203,18 +203,19 @@ class Store:
         )  # fmt: skip
 
     def need(self, asked, bucket=None):
-        """The `hkv.Need` of a batch; what a batch shares is taken from the first."""
-        lay, one = self.layout, asked[0]
+        """The `hkv.Need` of a batch."""
+        lay = self.layout
         S = (bucket or lay.buckets[-1]) // lay.segment_tokens
         media = np.array([[a.media_of(s) for s in range(S)] for a in asked], np.uint32)
         return hkv.Need(
             identity=jnp.asarray(np.array([a.identity for a in asked], np.uint32)),
             start=jnp.asarray(np.array([a.start for a in asked], np.int32)),
             media=jnp.asarray(media),
-            epoch=jnp.asarray(np.uint32(one.epoch)),
-            indexer_version=jnp.asarray(np.uint32(one.indexer_version)),
-            provenance=jnp.asarray(np.uint8(one.provenance)),
-            abi=jnp.asarray(lay.abi), codes=jnp.asarray(self.codes),
+            epoch=jnp.asarray(np.array([a.epoch for a in asked], np.uint32)),
+            indexer_version=jnp.asarray(np.array([a.indexer_version for a in asked], np.uint32)),
+            provenance=jnp.asarray(np.array([a.provenance for a in asked], np.uint8)),
+            abi=jnp.asarray(np.repeat(lay.abi[None], len(asked), 0)),
+            codes=jnp.asarray(np.repeat(self.codes[None], len(asked), 0)),
         )  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """A small host loop over the library for tests: prefill, decode, publish, resume."""
 
+import dataclasses
 import functools
 import types
 
@@ -89,17 +90,23 @@ class Runner:
         self.cache, lease, answer = self.lib.admit(self.cache, plan, jnp.asarray(total, jnp.int32))
         return lease, answer
 
-    def cold_plan(self, prompts):
-        tokens, length = self.pad(prompts)
-        need = hkv.need(self.cache, requests=len(prompts), salt="nobody")
-        return self.lib.route(self.lib.query(self.cache, tokens, length, need), hkv.costs())
+    def cold_plan(self, prompts, need=None):
+        """A plan that reuses nothing, whatever is stored."""
+        plan = self.lib.route(self.query(prompts, need), hkv.costs())
+        gone = {n: jnp.zeros_like(getattr(plan, n)) for n in
+                ("version", "mark", "resume", "fill", "fill_start", "replay", "have")}  # fmt: skip
+        return dataclasses.replace(
+            plan, **gone, rows=jnp.full_like(plan.rows, self.layout.segments),
+            fill_groups=jnp.zeros_like(plan.fill_groups),
+            replay_groups=jnp.zeros_like(plan.replay_groups),
+            prefill=plan.prefill.at[:, 0].set(0),
+        )  # fmt: skip
 
-    def recover(self, lease, plan, prompts, need=None):
+    def recover(self, lease, plan, prompts):
         tokens, _ = self.pad(prompts)
         self.cache, lease, why = self.lib.recover(
-            self.replay, self.weights, self.cache, lease, plan, tokens, need or self.need,
-            chunk=self.chunk,
-        )  # fmt: skip
+            self.replay, self.weights, self.cache, lease, plan, tokens, chunk=self.chunk
+        )
         return lease, why
 
     def run(self, lease, prompts, until=None):
@@ -124,13 +131,11 @@ class Runner:
 
     def store(self, prompts, need=None, partial=True, release=True):
         """A cold run of whole prompts, published and released; returns the logits."""
-        lease, answer = self.admit(self.cold_plan(prompts), [len(p) for p in prompts])
+        lease, answer = self.admit(self.cold_plan(prompts, need), [len(p) for p in prompts])
         assert (np.asarray(answer.verdict) == hkv.Verdict.ADMIT).all(), answer
         lease, logits = self.run(lease, prompts)
         tokens, length = self.pad(prompts)
-        self.cache, lease, _ = self.lib.publish(
-            self.cache, lease, tokens, length, need or self.need, partial=partial
-        )
+        self.cache, lease, _ = self.lib.publish(self.cache, lease, tokens, length, partial=partial)
         if release:
             self.cache = self.lib.release(self.cache, lease)
         return logits

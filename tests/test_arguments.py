@@ -139,7 +139,6 @@ BAD = [
     ("Layout.with_abi", "unknown", ValueError, "name", lambda k: LEVELS.with_abi("kv", a=1)),
     ("Layout.bucket", "long", ValueError, "tokens", lambda k: LEVELS.bucket(T + 1)),
     ("Layout.bucket", "negative", ValueError, "tokens", lambda k: LEVELS.bucket(-1)),
-    ("Layout.request_pages", "negative", ValueError, "tokens", lambda k: LEVELS.request_pages(-1)),
     # Create.
     *((f, "no layout", TypeError, "layout", lambda k, f=f: getattr(hkv, f)("layout"))
       for f in ("init", "abstract", "nbytes")),
@@ -213,11 +212,12 @@ BAD = [
     ("check_block", "no cache", TypeError, "cache", lambda k: hkv.check_block(LEVELS, k.seg, k.ask)),
     ("check_block", "no segment", TypeError, "seg", lambda k: hkv.check_block(k.cache, 1, k.ask)),
     ("check_block", "no ask", TypeError, "ask", lambda k: hkv.check_block(k.cache, k.seg, k.need)),
-    ("check_abi", "no layout", TypeError, "layout", lambda k: hkv.check_abi(k.cache, k.seg, k.need)),
-    ("check_abi", "no segment", TypeError, "seg", lambda k: hkv.check_abi(LEVELS, 1, k.need)),
+    ("check_abi", "no layout", TypeError, "layout", lambda k: hkv.check_abi(k.cache, k.seg, k.need.request(0))),
+    ("check_abi", "no segment", TypeError, "seg", lambda k: hkv.check_abi(LEVELS, 1, k.need.request(0))),
     ("check_abi", "no need", TypeError, "need", lambda k: hkv.check_abi(LEVELS, k.seg, k.ask)),
-    ("check_bytes", "no layout", TypeError, "layout", lambda k: hkv.check_bytes(k.cache, k.seg, k.need)),
-    ("check_bytes", "no segment", TypeError, "seg", lambda k: hkv.check_bytes(LEVELS, 1, k.need)),
+    ("check_abi", "batch", ValueError, "need", lambda k: hkv.check_abi(LEVELS, k.seg, k.need)),
+    ("check_bytes", "no layout", TypeError, "layout", lambda k: hkv.check_bytes(k.cache, k.seg, k.need.request(0))),
+    ("check_bytes", "no segment", TypeError, "seg", lambda k: hkv.check_bytes(LEVELS, 1, k.need.request(0))),
     ("check_bytes", "no need", TypeError, "need", lambda k: hkv.check_bytes(LEVELS, k.seg, k.ask)),
     ("check_groups", "numbers", TypeError, "ok", lambda k: hkv.check_groups(jnp.ones((2, 3)))),
     ("check_groups", "rank", TypeError, "ok", lambda k: hkv.check_groups(jnp.ones(3, bool))),
@@ -259,29 +259,25 @@ BAD = [
     # Read, write, recover.
     *(("recover", what, error, name, lambda k, more=more: hkv.recover(**{**dict(
         run=k.run, params=(), cache=k.cache, lease=k.lease, plan=k.plan, tokens=k.tokens,
-        need=k.need, chunk=4), **more(k)}))
+        chunk=4), **more(k)}))
       for what, error, name, more in (
         ("no cache", TypeError, "cache", lambda k: {"cache": LEVELS}),
         ("no lease", TypeError, "lease", lambda k: {"lease": k.plan}),
-        ("lease of two", ValueError, "plan", lambda k: {"lease": k.lease2, "tokens": np.zeros((2, T), np.int32), "need": k.need2}),
+        ("lease of two", ValueError, "plan", lambda k: {"lease": k.lease2, "tokens": np.zeros((2, T), np.int32)}),
         ("lease of another", ValueError, "lease", lambda k: {"lease": k.olease}),
         ("no plan", TypeError, "plan", lambda k: {"plan": k.a}),
         ("plan of another", ValueError, "plan", lambda k: {"plan": k.oplan}),
         ("plan of two", ValueError, "plan", lambda k: {"plan": k.plan2}),
         ("tokens", TypeError, "tokens", lambda k: {"tokens": k.tokens.astype(np.int64)}),
         ("requests", ValueError, "tokens", lambda k: {"tokens": np.zeros((2, T), np.int32)}),
-        ("width", ValueError, "tokens", lambda k: {"tokens": k.tokens[:, :B], "need": _need(planted.empty(SHORT), bucket=B)}),
-        ("no need", TypeError, "need", lambda k: {"need": None}),
-        ("need of two", ValueError, "need", lambda k: {"need": k.need2}),
-        ("need of another", ValueError, "need", lambda k: {"need": k.oneed}),
+        ("width", ValueError, "tokens", lambda k: {"tokens": k.tokens[:, :B]}),
         ("run", TypeError, "run", lambda k: {"run": None}),
         ("no chunk", ValueError, "chunk", lambda k: {"chunk": 0}),
         ("float chunk", ValueError, "chunk", lambda k: {"chunk": 2.0}),
       )),
-    ("verify_lease", "no cache", TypeError, "cache", lambda k: hkv.verify_lease(LEVELS, k.lease, k.need)),
-    ("verify_lease", "no lease", TypeError, "lease", lambda k: hkv.verify_lease(k.cache, k.plan, k.need)),
-    ("verify_lease", "no need", TypeError, "need", lambda k: hkv.verify_lease(k.cache, k.lease, None)),
-    ("verify_lease", "another layout", ValueError, "need", lambda k: hkv.verify_lease(k.cache, k.lease, k.oneed)),
+    ("verify_lease", "no cache", TypeError, "cache", lambda k: hkv.verify_lease(LEVELS, k.lease)),
+    ("verify_lease", "no lease", TypeError, "lease", lambda k: hkv.verify_lease(k.cache, k.plan)),
+    ("verify_lease", "another layout", ValueError, "lease", lambda k: hkv.verify_lease(k.cache, k.olease)),
     ("view", "no cache", TypeError, "cache", lambda k: hkv.view(LEVELS, k.lease, i32(1))),
     ("view", "no lease", TypeError, "lease", lambda k: hkv.view(k.cache, k.plan, i32(1))),
     ("view", "another layout", ValueError, "lease", lambda k: hkv.view(k.cache, k.olease, i32(1))),
@@ -301,7 +297,7 @@ BAD = [
     ("append", "missing layer", ValueError, "pair", lambda k: _append_half()),
     # Publish and give memory back.
     *(("publish", what, error, name, lambda k, more=more: hkv.publish(**{**dict(
-        cache=k.cache, lease=k.lease, tokens=k.tokens, length=k.length, need=k.need), **more(k)}))
+        cache=k.cache, lease=k.lease, tokens=k.tokens, length=k.length), **more(k)}))
       for what, error, name, more in (
         ("no cache", TypeError, "cache", lambda k: {"cache": LEVELS}),
         ("no lease", TypeError, "lease", lambda k: {"lease": k.plan}),
@@ -313,9 +309,6 @@ BAD = [
         ("length", TypeError, "length", lambda k: {"length": [3]}),
         ("negative", ValueError, "length", lambda k: {"length": i32(-1)}),
         ("long", ValueError, "length", lambda k: {"length": i32(T + 1)}),
-        ("no need", TypeError, "need", lambda k: {"need": None}),
-        ("need of another", ValueError, "need", lambda k: {"need": k.oneed}),
-        ("need of two", ValueError, "need", lambda k: {"need": k.need2}),
       )),
     ("drop", "no cache", TypeError, "cache", lambda k: hkv.drop(LEVELS, i32(1), np.ones(5, bool))),
     ("drop", "list", TypeError, "rows", lambda k: hkv.drop(k.cache, [1], np.ones(5, bool))),

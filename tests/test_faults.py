@@ -605,7 +605,7 @@ def test_poison_in_every_unused_row_and_page_never_reaches_a_logit(mini, n, valu
     prompt = np.random.default_rng(n).integers(0, 256, 64).tolist()
     cache, lease, _, _ = decode(mini, hkv.init(layout), prompt[:n], n, 16)
     tokens, length = hkv.pad_batch(layout, [prompt[:n]])
-    cache, lease, _ = lib.publish(cache, lease, tokens, length, hkv.need(cache), partial=True)
+    cache, lease, _ = lib.publish(cache, lease, tokens, length, partial=True)
     cache = lib.release(cache, lease)
     dirty = poisoned(cache, value)
     null = dataclasses.replace(

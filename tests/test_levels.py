@@ -190,14 +190,14 @@ def _segment(store, cache, row):
 
 def answers(store, rows, s=SPOT):
     """Reasons `[4, G]`: levels 1, 2, 4 of one segment, and the first of them."""
-    cache, need = store.cache(), store.need([Asked()])
+    cache, need = store.cache(), store.need([Asked()]).request(0)
     seg = _segment(store, cache, rows[s])
     return np.array(_levels(cache, seg, question(store, rows, s), need))
 
 
 def failing(store, rows, s=SPOT):
     """Every single check that fails: (tuple of checks, entry, groups)."""
-    cache, need = store.cache(), store.need([Asked()])
+    cache, need = store.cache(), store.need([Asked()]).request(0)
     seg, ask = _segment(store, cache, rows[s]), question(store, rows, s)
     page = _verify.page_facts(cache, seg, ask)
     out = []
@@ -284,7 +284,7 @@ def test_levels_run_over_all_rows_at_once_as_over_each():
     for case in CASES[::4]:
         store, rows = stored()
         case.change(store, rows[SPOT], case.group)
-        cache, need = store.cache(), store.need([Asked()])
+        cache, need = store.cache(), store.need([Asked()]).request(0)
         at = rows + [LEVELS.segments - 1]  # and a row that holds nothing
         asks = [question(store, rows, s) for s in range(S)] + [question(store, rows, 0)]
         many = jax.vmap(_levels, in_axes=(None, 0, 0, None))(
@@ -507,7 +507,7 @@ SHARDED = """
     cache = make("x")
     codes = [hkv.byte_codes(c) for c in (cache, make(None, "x"), make())]
     seg = cache.segment(0)
-    need = hkv.need(cache)
+    need = hkv.need(cache).request(0)
     out = {"codes": [c.tolist() for c in codes], "reasons": []}
     right = codes[0]
     for other in (right, codes[1], right * np.array([[1, 1, 0, 1]], np.uint32),

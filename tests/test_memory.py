@@ -40,9 +40,9 @@ def programs(dtype, row):
         "trim": (_lease._trim, cache, lease),
         "step": (tiny.step, weights, cache, lease, tokens, count),
         "recover": (
-            _recover._recover, tiny.replay, weights, cache, lease, plan, tokens, need, tiny.CHUNK,
+            _recover._recover, tiny.replay, weights, cache, lease, plan, tokens, tiny.CHUNK,
         ),
-        "publish": (_publish._publish, cache, lease, tokens, length, need, True),
+        "publish": (_publish._publish, cache, lease, tokens, length, True),
         "evict": (_evict._evict, cache, pages),
         "drop": (_evict._drop, cache, count, jnp.zeros(len(hkv.Form), bool)),
         "invalidate": (_evict._invalidate, cache, marks),
@@ -123,11 +123,11 @@ def test_real_updates_leave_every_pool_where_it_is_and_take_the_old_cache():
     for update in (
         lambda c, x: hkv.admit(c, plan, total)[:2],
         lambda c, x: hkv.recover(
-            tiny.replay, weights, c, x, plan, tokens, need, chunk=tiny.CHUNK
+            tiny.replay, weights, c, x, plan, tokens, chunk=tiny.CHUNK
         )[:2],
         advance,
         lambda c, x: (hkv.fork(c, x, total)[0], x),
-        lambda c, x: hkv.publish(c, x, tokens, length, need, partial=True)[:2],
+        lambda c, x: hkv.publish(c, x, tokens, length, partial=True)[:2],
         hkv.trim,
         lambda c, x: (hkv.release(c, x), x),
         lambda c, x: (hkv.update_indexer(c, rows, entries, jnp.uint32(1))[0], x),

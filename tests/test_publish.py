@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -31,14 +32,14 @@ class Two:
         plan = hkv.route(available, hkv.costs())
         self.cache, lease, _ = hkv.admit(self.cache, plan, length)
         self.cache, lease, why = hkv.recover(
-            tiny.replay, jnp.float32(1), self.cache, lease, plan, tokens, need, chunk=tiny.CHUNK
+            tiny.replay, jnp.float32(1), self.cache, lease, plan, tokens, chunk=tiny.CHUNK
         )
         assert not np.asarray(why).any()
         while (np.asarray(lease.length) < np.asarray(length)).any():
             count = jnp.minimum(length - lease.length, tiny.CHUNK)
             self.cache, lease, _, ok = tiny.step(jnp.float32(1), self.cache, lease, tokens, count)
             assert np.asarray(ok).all()
-        self.cache, lease, _ = hkv.publish(self.cache, lease, tokens, length, need, partial=True)
+        self.cache, lease, _ = hkv.publish(self.cache, lease, tokens, length, partial=True)
         self.cache = hkv.release(self.cache, lease)
         return available, plan
 
@@ -90,7 +91,7 @@ def test_a_plan_with_something_to_recover_is_not_read_before_it_is_recovered(two
     assert answer.verdict[0] == hkv.Verdict.WAIT and answer.blocker[0] == hkv.Blocker.RECOVER
     two.cache = hkv.release(two.cache, reader)
     two.cache, lease, _ = hkv.admit(two.cache, plan, length)
-    assert hkv.verify_lease(two.cache, lease, need)[0] != hkv.Reason.OK
+    assert hkv.verify_lease(two.cache, lease)[0] != hkv.Reason.OK
     count = jnp.asarray([1, 0], jnp.int32)
     two.cache, lease, _, ok = tiny.step(jnp.float32(1), two.cache, lease, tokens, count)
     assert not bool(ok[0]) and int(lease.length[0]) == 40
@@ -105,10 +106,10 @@ def test_a_replay_of_other_tokens_is_refused_and_its_rows_go_to_nobody(two):
     plan = hkv.route(available, hkv.costs())
     two.cache, lease, _ = hkv.admit(two.cache, plan, length)
     two.cache, lease, why = hkv.recover(
-        tiny.replay, jnp.float32(1), two.cache, lease, plan, tokens * 0 + 9, need, chunk=tiny.CHUNK
+        tiny.replay, jnp.float32(1), two.cache, lease, plan, tokens * 0 + 9, chunk=tiny.CHUNK
     )
     assert why[0] == hkv.Reason.TOKENS
-    two.cache, lease, _ = hkv.publish(two.cache, lease, tokens, length, need)
+    two.cache, lease, _ = hkv.publish(two.cache, lease, tokens, length)
     two.cache = hkv.release(two.cache, lease)
     assert int(two.ask([[*OLD, 1], []], need)[2].boundary[0]) == 0
 
@@ -126,7 +127,7 @@ def test_a_request_cannot_step_back_over_rows_that_its_branch_reads(two):
     _, view = tiny.forward(jnp.float32(1), tokens[:, : tiny.CHUNK] * 0 + 3, view)
     two.cache, _, ok = hkv.append(view)
     assert not bool(ok[0])
-    assert np.asarray(hkv.verify_lease(two.cache, branch, need))[0] == hkv.Reason.OK
+    assert np.asarray(hkv.verify_lease(two.cache, branch))[0] == hkv.Reason.OK
 
 
 def test_a_segment_that_fills_the_bucket_is_listed_once(two):
@@ -154,7 +155,7 @@ def test_padding_may_hold_anything_and_a_bad_token_is_listed_nowhere(two):
         count = jnp.clip(length - lease.length, 0, tiny.CHUNK)
         two.cache, lease, _, _ = tiny.step(jnp.float32(1), two.cache, lease, tokens, count)
     bad = tokens.at[0, 40:].set(-1).at[1, 3].set(-1)
-    two.cache, lease, listed = hkv.publish(two.cache, lease, bad, length, need, partial=True)
+    two.cache, lease, listed = hkv.publish(two.cache, lease, bad, length, partial=True)
     assert np.asarray(listed).tolist() == [3, 0]
 
 
@@ -166,3 +167,91 @@ def test_dropping_a_row_named_twice_frees_its_pages_once(two):
     assert np.asarray(done).tolist() == [True, False, True]
     o = hkv.occupancy(two.cache)
     assert (np.asarray(o["free"] + o["live"] + o["pinned"]) == np.asarray(o["capacity"])).all()
+
+
+# One cache and a copy of it, or another one of the same layout.
+
+
+def _copy(cache):
+    return jax.tree.map(jnp.copy, cache)
+
+
+NEW = np.random.default_rng(5).integers(0, 99, 40).tolist()
+
+
+def _admitted(two, prompt, need):
+    tokens, length, available = two.ask([prompt, []], need)
+    two.cache, lease, answer = hkv.admit(two.cache, hkv.route(available, hkv.costs()), length + 8)
+    assert answer.verdict[0] == hkv.Verdict.ADMIT
+    return lease, tokens, length
+
+
+def _run(two, lease, tokens, length):
+    for _ in range(5):
+        count = jnp.minimum(length - lease.length, tiny.CHUNK)
+        two.cache, lease, _, _ = tiny.step(jnp.float32(1), two.cache, lease, tokens, count)
+    return lease
+
+
+@pytest.mark.parametrize("other", [{}, {"epoch": 1}, {"indexer_version": 1}, {"salt": "b"}])
+def test_a_plan_is_not_admitted_where_its_rows_hold_something_else(two, other):
+    empty = _copy(two.cache)
+    two.serve([OLD, []], two.need())
+    tokens, length, available = two.ask([[*OLD, 1], []], two.need())
+    plan = hkv.route(available, hkv.costs())
+    assert int(plan.resume[0]) == 40
+    two.cache = empty  # the same rows, versions and clock, with other contents
+    two.serve([NEW if not other else OLD, []], two.need(**other))
+    assert (np.asarray(two.cache.table.version)[np.asarray(plan.rows[0])[:3]]
+            == np.asarray(plan.version[0])[:3]).all()  # fmt: skip
+    two.cache, lease, answer = hkv.admit(two.cache, plan, length)
+    assert answer.verdict[0] == hkv.Verdict.WAIT and answer.blocker[0] == hkv.Blocker.CHANGED
+
+
+@pytest.mark.parametrize("salt", ["", "b"])
+def test_a_lease_does_not_hold_in_a_copy_that_admitted_another_request(two, salt):
+    copy = _copy(two.cache)
+    lease, tokens, length = _admitted(two, OLD, two.need())
+    two.cache = copy
+    theirs, *_ = _admitted(two, OLD if salt else NEW, two.need(salt=salt))
+    assert (lease.slot == theirs.slot).all()
+    assert not bool(hkv.check_lease(two.cache, lease)[0])
+    *_, ok = tiny.step(jnp.float32(1), two.cache, lease, tokens, length * 0 + 3)
+    assert not bool(ok[0])
+
+
+def test_a_lease_does_not_hold_where_fewer_of_its_tokens_are_stored(two):
+    lease, tokens, length = _admitted(two, OLD, two.need())
+    copy = _copy(two.cache)
+    ahead = _run(two, lease, tokens, length)
+    assert bool(hkv.check_lease(two.cache, ahead)[0]) and int(ahead.length[0]) == 40
+    two.cache = copy  # for instance after a failed step
+    assert bool(hkv.check_lease(two.cache, lease)[0])
+    assert not bool(hkv.check_lease(two.cache, ahead)[0])
+    two.cache, _, listed = hkv.publish(two.cache, ahead, tokens, length)
+    assert int(listed[0]) == 0
+
+
+def test_a_run_is_published_under_what_it_was_verified_for(two):
+    old, new = two.need(epoch=1, salt="a"), two.need(epoch=2, salt="a")
+    two.serve([OLD, NEW], old)
+    for need, stored in ((old, [39, 39]), (new, [0, 0]), (two.need(epoch=1), [0, 0])):
+        assert np.asarray(two.ask([OLD, NEW], need)[2].boundary).tolist() == stored
+
+
+def test_a_plan_of_another_request_is_not_carried_out(two):
+    two.serve([OLD, NEW], two.need())
+    rows = jnp.arange(two.cache.layout.segments, dtype=jnp.int32)
+    two.cache, _ = hkv.drop(two.cache, rows, jnp.asarray([f is hkv.Form.WINDOW for f in hkv.Form]))
+    tokens, length, available = two.ask([[*OLD, 1], [*NEW, 1]], two.need())
+    plan = hkv.route(available, hkv.costs())
+    swapped = jax.tree.map(lambda a: a[::-1], plan)
+    two.cache, lease, _ = hkv.admit(two.cache, plan, length)
+    two.cache, _, why = hkv.recover(
+        tiny.replay, jnp.float32(1), two.cache, lease, swapped, tokens, chunk=tiny.CHUNK
+    )
+    assert (np.asarray(why) == hkv.Reason.LIFECYCLE).all()
+    two.cache, _, why = hkv.recover(
+        tiny.replay, jnp.float32(1), two.cache, lease, plan, tokens, chunk=tiny.CHUNK
+    )
+    assert (np.asarray(why) == hkv.Reason.OK).all()

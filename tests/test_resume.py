@@ -160,14 +160,14 @@ class Bench:
             other = np.concatenate([self.texts[q, :p], (self.texts[q, p : T - 1] + 1) % 256])
             stored.append(other[: p + more])
         r.cache = jax.tree.map(jnp.copy, self.empty)
-        lease, _ = r.admit(r.cold_plan(prompts), [len(x) for x in prompts])
+        lease, _ = r.admit(r.cold_plan(prompts, self.need()), [len(x) for x in prompts])
         lease, _ = r.run(lease, prompts, until=np.array(positions))
         lease, cold = r.run(lease, prompts)
         r.cache = jax.tree.map(jnp.copy, self.empty)
-        lease, _ = r.admit(r.cold_plan(stored), [len(x) for x in stored])
+        lease, _ = r.admit(r.cold_plan(stored, self.need()), [len(x) for x in stored])
         lease, _ = r.run(lease, stored)
         tokens, length = r.pad(stored)
-        r.cache, lease, _ = r.lib.publish(r.cache, lease, tokens, length, self.need(), partial=True)
+        r.cache, lease, _ = r.lib.publish(r.cache, lease, tokens, length, partial=True)
         rows = np.array(lease.rows)
         r.cache = r.lib.release(r.cache, lease)
         r.check()
@@ -343,7 +343,7 @@ def serve(bench, batch, need, plan):
     lease, answer = r.admit(plan, batch.lengths)
     assert (np.asarray(answer.verdict) == Verdict.ADMIT).all(), answer
     r.check()
-    lease, why = r.recover(lease, plan, batch.prompts, need)
+    lease, why = r.recover(lease, plan, batch.prompts)
     assert (np.asarray(why) == Reason.OK).all(), why
     r.check()
     lease, logits = finish(bench, batch, lease)
@@ -435,7 +435,7 @@ def test_a_page_rewritten_under_a_lease_is_not_read(bench, loss, pick):
         LOSSES[loss](world)
         need, plan, _ = ask(bench, world, batch)
         lease, _ = r.admit(plan, batch.lengths)
-        lease, why = r.recover(lease, plan, batch.prompts, need)
+        lease, why = r.recover(lease, plan, batch.prompts)
         assert (np.asarray(why) == Reason.OK).all()
         world.cache, hit = r.cache, np.zeros(Q, bool)
         for q, story in enumerate(world.stories):
@@ -484,7 +484,7 @@ def test_a_segment_changed_under_a_lease_is_not_read(bench, change, when):
         need, plan, _ = ask(bench, world, batch)
         lease, _ = r.admit(plan, batch.lengths)
         if when == "after recovery":
-            lease, why = r.recover(lease, plan, batch.prompts, need)
+            lease, why = r.recover(lease, plan, batch.prompts)
             assert (np.asarray(why) == Reason.OK).all()
         world.cache = r.cache
         before = np.asarray(r.cache.table.version)
@@ -494,7 +494,7 @@ def test_a_segment_changed_under_a_lease_is_not_read(bench, change, when):
         hit = changed[np.asarray(lease.rows)].any(axis=1)
         assert hit.any()
         if when == "before recovery":
-            lease, why = r.recover(lease, plan, batch.prompts, need)
+            lease, why = r.recover(lease, plan, batch.prompts)
             assert np.asarray(why).tolist() == np.where(hit, Reason.LIFECYCLE, Reason.OK).tolist()
         tokens, _ = r.pad(batch.prompts)
         r.cache, lease, _, ok = r.step(r.weights, r.cache, lease, tokens, jnp.full(Q, 2, jnp.int32))
@@ -547,7 +547,7 @@ def run_late(bench, batch, spoil, field, late):
     else:
         plan = dataclasses.replace(plan, fill_start=plan.fill_start + shift)
     lease, _ = r.admit(plan, batch.lengths)
-    lease, why = r.recover(lease, plan, batch.prompts, need)
+    lease, why = r.recover(lease, plan, batch.prompts)
     fine = np.asarray(why) == Reason.OK  # where a whole page was not made, that is noticed
     assert fine[~(far & bool(late))].all()
     lease, logits = finish(bench, batch, lease, fine)
@@ -599,7 +599,7 @@ def test_publishing_gives_restored_rows_back(bench, loss):
         lease, logits = serve(bench, batch, need, plan)
         check_logits(batch, logits, exact)
         tokens, length = r.pad(batch.prompts)
-        r.cache, lease, _ = r.lib.publish(r.cache, lease, tokens, length, need, partial=True)
+        r.cache, lease, _ = r.lib.publish(r.cache, lease, tokens, length, partial=True)
         r.check()
         release(bench, lease)
         # Asked again with one more token: usable to where this run was published.
@@ -615,7 +615,7 @@ def test_publishing_gives_restored_rows_back(bench, loss):
         short = np.asarray(plan.resume)
         assert (short == batch.lengths - 1).all()
         lease, answer = r.admit(plan, batch.lengths)
-        lease, why = r.recover(lease, plan, batch.prompts, need)
+        lease, why = r.recover(lease, plan, batch.prompts)
         assert (np.asarray(why) == Reason.OK).all()
         lease, last = r.run(lease, batch.prompts)
         release(bench, lease)

@@ -59,7 +59,7 @@ class Served:
         cache, lease, self.answer = hkv.admit(cache, self.plan, total)
         steps.append(cache)
         cache, lease, self.why = hkv.recover(
-            tiny.replay, WEIGHTS, cache, lease, self.plan, tokens, need, chunk=tiny.CHUNK
+            tiny.replay, WEIGHTS, cache, lease, self.plan, tokens, chunk=tiny.CHUNK
         )
         steps.append(cache)
         self.resume = at = int(lease.length[0])
@@ -72,7 +72,7 @@ class Served:
             self.out[at : at + n] = np.asarray(out)[0, :n]
             at += n
         steps.append(cache)
-        cache, lease, _ = hkv.publish(cache, lease, tokens, length, need, partial=True)
+        cache, lease, _ = hkv.publish(cache, lease, tokens, length, partial=True)
         steps.append(cache)
         self.cache = hkv.release(cache, lease)
         self.steps = [*steps, self.cache]

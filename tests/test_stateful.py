@@ -122,7 +122,7 @@ class CacheLife(RuleBasedStateMachine):
                 short |= (answer.form_used[q] + answer.form_need[q] > answer.form_cap[q]).any()
                 assert short
             if verdict is not Verdict.ADMIT:
-                assert lease.slot[q] == M and not lease.serial[q] and lease.length[q] == 0
+                assert lease.slot[q] == M and not lease.serial[q].any() and lease.length[q] == 0
                 assert (lease.rows[q] == N).all()
                 out.append(None)
                 continue
@@ -219,7 +219,7 @@ class CacheLife(RuleBasedStateMachine):
         if not any(requests):
             return None
         lease, why = self.p.recover(
-            lease, plan, [x[:64] for x in batch], need, list(owner), v
+            lease, plan, [x[:64] for x in batch], list(owner), v
         )  # fmt: skip
         for q, r in enumerate(requests):
             assert (why[q] == Reason.OK) == (r is not None), (q, Reason(int(why[q])))
@@ -321,7 +321,7 @@ class CacheLife(RuleBasedStateMachine):
         for q, r in enumerate(run.requests):
             settled.append(max(r.length - back[q], 0) if r else 0)
         before = self.look()
-        lease, n = self.p.publish(run.lease, texts, run.need, settled, partial)
+        lease, n = self.p.publish(run.lease, texts, settled, partial)
         c = self.look()
         for q, r in enumerate(run.requests):
             if r is None or not r.valid:
@@ -580,7 +580,7 @@ class CacheLife(RuleBasedStateMachine):
                     if row is not None:
                         pins[row] += 1
         assert (t.pins == pins).all(), (t.pins, pins)
-        assert int((c.serials != 0).sum()) == sum(
+        assert int((c.serials[:, 0] != 0).sum()) == sum(
             r is not None for run in self.running for r in run.requests
         )
         free_rows = c.free_rows[: c.n_free_rows].tolist()

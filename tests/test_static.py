@@ -84,7 +84,7 @@ class Driver:
         self.cache, lease, answer = hkv.admit(self.cache, plan, self.put(total))
         self.keep("admission", answer)
         self.cache, lease, why = hkv.recover(
-            self.model, self.weights, self.cache, lease, plan, tokens, need, chunk=CHUNK
+            self.model, self.weights, self.cache, lease, plan, tokens, chunk=CHUNK
         )
         self.keep("why", why)
         self.leases.append([self.keep("lease", lease), tokens, need])
@@ -109,7 +109,7 @@ class Driver:
         lease, tokens, need = entry
         length = np.minimum(jax.device_get(lease.length), self.bucket)
         self.cache, entry[0], n = hkv.publish(
-            self.cache, lease, tokens, self.put(length), need, partial=True
+            self.cache, lease, tokens, self.put(length), partial=True
         )
         self.keep("published", n)
 
@@ -129,7 +129,7 @@ class Driver:
                 self.weights, self.cache, lease, tokens, self.put(np.clip(total - length, 0, CHUNK))
             )
         self.cache, entry[0], n = hkv.publish(
-            self.cache, entry[0], tokens, entry[0].length, need, partial=True
+            self.cache, entry[0], tokens, entry[0].length, partial=True
         )
         self.keep("published", n)
         if self.rng.random() < 0.8:
