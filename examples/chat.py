@@ -5,7 +5,7 @@
 
 A small DeepSeek-V4, trained on bytes of Shakespeare, talks in scenes: the user says the lines of
 one character, the model goes on as the other. It is a tiny model, so what it says is Shakespeare in
-style only. All conversations share one system prompt, and one of them branches
+style only. All conversations share one system prompt and run in one batch, and one of them branches
 before its first answer.
 
 Every turn is also run cold, in a cache with nothing in it, and compared: the logits of every token
@@ -16,15 +16,15 @@ import argparse
 import statistics
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
-from serving import Server, Start, layout_of, progress, spent, table
+from serving import functions, layout_of, progress, spent, table
 
 import hkv
 from hkv.models.deepseek_v4 import DeepseekV4
+from hkv.serving import Engine, Stream
 
 HERE = Path(__file__).parent
 TOLERANCE = 1e-5  # of max|logits|
@@ -82,114 +82,106 @@ def read_scenes(path: Path) -> tuple[list[int], list[list[list[int]]]]:
 
 
 class Chat:
-    """The conversations, a server that reuses, and one that always runs cold."""
+    """The conversations, an engine that reuses, and one that keeps nothing and so runs cold."""
 
     def __init__(self, args):
         self.args = args
-        self.scenes = [*args.scenes, args.scenes[0]]  # the last place is for the branch
-        self.texts = [list(args.system) for _ in args.scenes] + [[]]
+        self.scenes = [*args.scenes, args.scenes[0]]  # the last is the branch's
+        self.texts = [list(args.system) for _ in args.scenes]
         longest = max(sum(len(said) + args.tokens for said in s[: args.turns]) for s in self.scenes)
-        layout = layout_of(args.model, len(args.system) + longest, len(self.texts))
-        self.warm = Server(args.model, layout, len(self.texts))
-        self.cold = self.warm.another()
+        # The branch has one token more: the one that it begins with.
+        self.layout = layout_of(args.model, len(args.system) + longest + 1, len(self.scenes))
+        self.model = functions(args.model)
+        self.logits: dict[Stream, list[np.ndarray]] = {}
+        self.warm, self.cold = self.engine(), self.engine()
         self.sum = dict.fromkeys([*KINDS, "tokens", "wrong"], 0)
         self.faster: list[float] = []
 
+    def engine(self) -> Engine:
+        """Engines of one model and layout share their programs."""
+        weights, forward, replay = self.model
+        manager = hkv.Manager(self.layout, replay=replay, params=weights)
+        return Engine(manager, forward, slots=len(self.scenes), on_logits=self.note)
+
+    def note(self, stream: Stream, position: int, logits: np.ndarray) -> None:
+        """Keeps the logits of every token that ran."""
+        self.logits.setdefault(stream, []).append(logits)
+
     def compile(self) -> None:
-        """Runs every program once, on a cache that is thrown away, so that timing is fair."""
-        prompts = [self.args.system[:9] for _ in self.texts[1:]] + [[]]
-        with progress("compiling query, route, admit, recover and prefill"):
-            lease = self.timed(self.warm, prompts).lease
-        with progress("compiling fork and decode"):
-            lease = self.warm.branch(lease, 0, len(prompts) - 1)
-            lease, said, _ = self.warm.decode(lease, [0] * len(prompts), self.args.tokens)
-        with progress("compiling publish, release and drop"):
-            self.warm.finish(lease, [prompts[0] + s for s in said.tolist()])
+        """Runs every program once, so that timing is fair."""
+        with progress("compiling query, route, admit, recover, publish and release"):
+            self.warm.manager.warmup()
+        with progress("compiling prefill, decode and drop"):
+            self.warm.warmup()
             self.drop(list(DROPPABLE))
-        self.warm.empty()
 
     def store_system(self) -> None:
         """Publishes the system prompt, which every conversation then shares."""
-        only = [self.args.system] + [[] for _ in self.texts[1:]]
-        run = self.warm.start(only, [len(p) for p in only])
-        self.warm.finish(run.lease, only)
+        self.warm.submit(self.args.system, 1).result()
 
     def drop(self, names) -> None:
         """Takes forms away from all stored segments, as pressure on memory would."""
         forms = jnp.asarray([f in [DROPPABLE[n] for n in names] for f in hkv.Form])
-        every = jnp.arange(self.warm.layout.segments, dtype=jnp.int32)
-        self.warm.cache, _ = hkv.drop(self.warm.cache, every, forms)
+        every = jnp.arange(self.layout.segments, dtype=jnp.int32)
+        self.warm.manager.update(hkv.drop, every, forms)
 
-    def timed(self, server: Server, prompts) -> Start:
-        """`server.start`, repeated for its median time; the last run is the one that goes on."""
-        top = server.layout.buckets[-1]
-        reach = [min(len(p) + self.args.tokens, top) if p else 0 for p in prompts]
+    def run(self, engine: Engine, prompts) -> tuple[list[Stream], np.ndarray]:
+        """Answers to prompts that come together, and the median seconds to their first tokens."""
         seconds = []
-        for i in range(REPEATS):
-            run = server.start(prompts, reach)
-            seconds.append(run.seconds)
-            if i < REPEATS - 1:
-                server.finish(run.lease)
-        return run._replace(seconds=np.median(seconds, axis=0))
+        for i in range(REPEATS):  # the last run is the one that goes on
+            last = i == REPEATS - 1
+            many, keep = (self.args.tokens, engine is self.warm) if last else (1, False)
+            self.logits.clear()
+            streams = [engine.submit(p, many, keep=keep) for p in prompts]
+            for stream in streams:
+                stream.result()
+            seconds.append([s.seconds for s in streams])
+        return streams, np.median(seconds, axis=0)
 
     def turn(self, number: int) -> None:
-        """One turn of every conversation: resumed, run cold as well, compared and shown."""
-        forking = number == 0
-        prompts = [
-            [*text, *scene[number]] if text else []
-            for text, scene in zip(self.texts, self.scenes, strict=True)
-        ]
-        run = self.timed(self.warm, prompts)
-        lease = run.lease
-        if forking:  # in the middle of its turn, the first conversation becomes two
-            lease = self.warm.branch(lease, 0, len(prompts) - 1)
-            prompts[-1], run.logits[-1] = prompts[0], run.logits[0]
-        begin = time.perf_counter()
-        lease, said, more = self.answer(self.warm, lease, run.logits, forking)
-        rate = said.size / (time.perf_counter() - begin)
-        self.texts = [[*p, *s] for p, s in zip(prompts, said.tolist(), strict=True)]
-        self.warm.finish(lease, self.texts)
+        """One turn of every conversation."""
+        print(f"\nTurn {number + 1}")
+        prompts = [[*t, *s[number]] for t, s in zip(self.texts, self.scenes, strict=False)]
+        logits = self.answer(range(len(prompts)), prompts)
+        if number == 0:  # the first conversation becomes two, by its second best token
+            q = len(prompts)
+            print(f"  conversation {q} branches off conversation 0 before its answer")
+            second = logits[0][len(prompts[0]) - 1].argsort()[-2]
+            self.texts.append([])
+            self.answer([q], [[*prompts[0], second]])
 
-        cold = self.timed(self.cold, prompts)
-        lease, cold_said, cold_more = self.answer(self.cold, cold.lease, cold.logits, forking)
-        self.cold.finish(lease)
-
-        print(f"\nTurn {number + 1}: answers at {rate:.0f} tokens per second over the batch")
-        for q in range(len(prompts)):
-            if run.availability.length[q]:
-                self.report(q, run, cold.seconds[q])
-            else:
-                print(f"  conversation {q} branches off conversation 0 before its answer")
-            got = np.concatenate([run.logits[q], more[q]])
-            want = np.concatenate([cold.logits[q], cold_more[q]])
+    def answer(self, which, prompts) -> list[np.ndarray]:
+        """Answers resumed and cold, compared and shown; returns the logits of the cold run."""
+        streams, warm_seconds = self.run(self.warm, prompts)
+        resumed = [np.concatenate(self.logits[s]) for s in streams]
+        cold, cold_seconds = self.run(self.cold, prompts)
+        whole = [np.concatenate(self.logits[s]) for s in cold]
+        for i, q in enumerate(which):
+            said, right = streams[i].tokens, cold[i].tokens
+            self.texts[q] = [*prompts[i], *said]
+            self.report(q, streams[i], warm_seconds[i], cold_seconds[i])
+            got, want = resumed[i], whole[i]
             error = np.abs(got - want[-len(got) :]).max() / np.abs(want).max()
-            equal = int((said[q] == cold_said[q]).sum())
-            right = error <= TOLERANCE and equal == len(said[q])
-            self.sum["wrong"] += not right
-            print(f"    logits differ by {error:.1e} of the largest, {equal} of {len(said[q])} "
-                  f"tokens equal: {'right' if right else 'WRONG'}")  # fmt: skip
-            print(f"    answer: {bytes(said[q].tolist())[:72].decode('ascii', 'replace')!r}")
+            equal = sum(a == b for a, b in zip(said, right, strict=True))
+            fine = error <= TOLERANCE and equal == len(said)
+            self.sum["wrong"] += not fine
+            print(f"    logits differ by {error:.1e} of the largest, {equal} of {len(said)} "
+                  f"tokens equal: {'right' if fine else 'WRONG'}")  # fmt: skip
+            print(f"    answer: {bytes(said)[:72].decode('ascii', 'replace')!r}")
+        return whole
 
-    def answer(self, server: Server, lease, logits, forking: bool):
-        """Greedy answers; a new branch says the second best token and goes on from there."""
-        best = [x[-1].argsort()[::-1] for x in logits]
-        first = [b[0] for b in best]
-        if forking:
-            first[-1] = best[-1][1]
-        return server.decode(lease, first, self.args.tokens)
-
-    def report(self, q: int, run: Start, cold: float) -> None:
+    def report(self, q: int, stream: Stream, seconds: float, cold: float) -> None:
         """What was there for one conversation, what was done about it, and how long it took."""
-        n, availability, seconds = spent(run.plan, q), run.availability, run.seconds[q]
+        n, availability = spent(stream.plan, 0), stream.availability
         for key in KINDS:
             self.sum[key] += n[key]
-        self.sum["tokens"] += int(availability.length[q])
+        self.sum["tokens"] += len(stream.prompt)
         self.faster.append(cold / seconds)
-        print(f"  conversation {q}: {int(availability.length[q])} tokens, "
-              f"{int(availability.matched[q])} of them stored")  # fmt: skip
-        print("\n".join(f"    {line}" for line in table(availability, q)))
+        print(f"  conversation {q}: {len(stream.prompt)} tokens, "
+              f"{int(availability.matched[0])} of them stored")  # fmt: skip
+        print("\n".join(f"    {line}" for line in table(availability, 0)))
         print("    plan: " + ", ".join(f"{value} {key}" for key, value in n.items()))
-        for line in why(availability, q):
+        for line in why(availability):
             print(textwrap.fill(line, 100, initial_indent="    why: ", subsequent_indent=" " * 9))
         print(f"    next token after {1e3 * seconds:.0f} ms, cold {1e3 * cold:.0f} ms "
               f"({cold / seconds:.1f} times)")  # fmt: skip
@@ -204,15 +196,12 @@ class Chat:
         )
 
 
-def why(availability: hkv.Availability, q: int) -> list[str]:
-    """What `hkv.explain` says about request `q`; forms with one fate share a line."""
-    lines, mine, fates = hkv.explain(availability), False, {}
-    for line in lines:
-        if line.startswith("request "):
-            mine = line.startswith(f"request {q}:")
-        elif mine:
-            form, fate = line.strip().split(": ", 1)
-            fates.setdefault(fate, []).append(form)
+def why(availability: hkv.Availability) -> list[str]:
+    """What `hkv.explain` says about one request; forms with one fate share a line."""
+    fates: dict[str, list[str]] = {}
+    for line in hkv.explain(availability)[1:]:
+        form, fate = line.strip().split(": ", 1)
+        fates.setdefault(fate, []).append(form)
     return [f"{', '.join(forms)}: {fate}" for fate, forms in fates.items()]
 
 

@@ -1,6 +1,7 @@
-"""What the examples share: a model as programs of static shape, and answers as lines of text.
+"""What the examples share: a layout, a model as functions, and availability as lines of text.
 
-A server owns the cache: every function of the library takes the cache and returns the new one.
+`Server` shows how the library's functions follow each other for a batch of prompts that begin
+together; `hkv.serving` is for requests that come and go.
 """
 
 import contextlib
@@ -29,6 +30,19 @@ def layout_of(model, tokens: int, requests: int) -> hkv.Layout:
     )
 
 
+def functions(model):
+    """A model's arrays, and what runs it: `forward` for serving, `replay` for recoveries."""
+    weights, build = bind(model)
+
+    def forward(weights, tokens, view):
+        return build(weights)(tokens, view)
+
+    def replay(weights, tokens, view):
+        return build(weights)(tokens, view)[1]
+
+    return weights, forward, replay
+
+
 class Start(NamedTuple):
     """A batch of prompts in front of their next tokens."""
 
@@ -36,7 +50,6 @@ class Start(NamedTuple):
     plan: hkv.Plan
     lease: hkv.Lease
     logits: list  # per request `[n, V]` of the tokens that were run; None for nobody
-    seconds: np.ndarray  # after which each request was ready
 
 
 class Server:
@@ -52,37 +65,20 @@ class Server:
     def __init__(self, model, layout: hkv.Layout, requests: int, **identity):
         self.layout, self.requests = layout, requests
         self.chunk = chunk = layout.segment_tokens  # tokens per step of a prefill
-        self.weights, build = bind(model)
+        self.weights, forward, self._replay = functions(model)
         self.costs = hkv.costs()
         self.empty(**identity)
-
-        def replay(weights, tokens, view):
-            return build(weights)(tokens, view)[1]
 
         @functools.partial(jax.jit, donate_argnames=("cache",))
         def prefill(weights, cache, lease, tokens, length):
             count = jnp.clip(length - lease.length, 0, chunk)
             spot = lease.length[:, None] + jnp.arange(chunk, dtype=jnp.int32)[None]
             piece = jnp.take_along_axis(tokens, jnp.minimum(spot, tokens.shape[1] - 1), axis=1)
-            logits, view = build(weights)(piece, hkv.view(cache, lease, count))
+            logits, view = forward(weights, piece, hkv.view(cache, lease, count))
             cache, lease, ok = hkv.append(view, after=logits)
             return cache, lease, logits, ok | (count == 0)
 
-        @functools.partial(jax.jit, donate_argnames=("cache",), static_argnames=("steps",))
-        def decode(weights, cache, lease, first, steps):
-            each = jnp.ones_like(first)
-
-            def one(carry, _):
-                cache, lease, token = carry
-                logits, view = build(weights)(token[:, None], hkv.view(cache, lease, each))
-                cache, lease, ok = hkv.append(view, after=logits)
-                best = jnp.argmax(logits[:, 0], axis=-1).astype(jnp.int32)
-                return (cache, lease, best), (token, logits[:, 0], ok)
-
-            carry, out = jax.lax.scan(one, (cache, lease, first), length=steps)
-            return carry[0], carry[1], *(jnp.swapaxes(x, 0, 1) for x in out)
-
-        self._replay, self._prefill, self._decode = replay, prefill, decode
+        self._prefill = prefill
 
     def empty(self, **identity) -> None:
         """Starts over with an empty cache, and says whose prefixes it will hold."""
@@ -105,7 +101,6 @@ class Server:
         Raises:
             RuntimeError: no room, or pages that changed meanwhile.
         """
-        begin = time.perf_counter()
         tokens, length = hkv.pad_batch(self.layout, prompts)
         availability = hkv.query(self.cache, tokens, length, self.need)
         plan = hkv.route(availability, self.costs)
@@ -118,51 +113,20 @@ class Server:
         if np.asarray(why).any():
             raise RuntimeError(f"not recovered: {[hkv.Reason(int(w)).sentence for w in why]}")
         at, end = np.asarray(lease.length), np.asarray(length)
-        logits, ready = [[] for _ in at], np.zeros(len(at))
+        logits: list[list[np.ndarray]] = [[] for _ in at]
         while (at < end).any():
             self.cache, lease, out, ok = self._prefill(
                 self.weights, self.cache, lease, tokens, length
             )
-            _served(ok)
-            out, now = np.asarray(out), time.perf_counter() - begin
+            if not np.asarray(ok).all():
+                raise RuntimeError("a page changed under a running request; query it again")
+            out = np.asarray(out)
             for q, n in enumerate(np.minimum(end - at, self.chunk)):
                 if n > 0:
                     logits[q].append(out[q, :n])
-                    ready[q] = now
             at = np.minimum(at + self.chunk, end)
         joined = [np.concatenate(x) if x else None for x in logits]
-        return Start(availability, plan, lease, joined, ready)
-
-    def branch(self, lease, source: int, target: int):
-        """Forks request `source` into the idle place `target` of the batch."""
-
-        def part(q):
-            return jax.tree.map(lambda a: a[q : q + 1], lease)
-
-        self.cache = hkv.release(self.cache, part(target))
-        self.cache, fork, admission = hkv.fork(
-            self.cache, part(source), lease.total[source : source + 1]
-        )
-        if admission.verdict[0] != hkv.Verdict.ADMIT:
-            raise RuntimeError(f"not forked:\n{admission}")
-        return jax.tree.map(lambda a, b: a.at[target].set(b[0]), lease, fork)
-
-    def decode(self, lease, first, steps: int):
-        """Greedy decoding of `steps` tokens in one dispatch.
-
-        Args:
-            lease: the requests.
-            first: the first token of each answer.
-            steps: tokens of each answer.
-
-        Returns:
-            The lease, answers `[Q, steps]` from `first` on, and the logits after each token.
-        """
-        self.cache, lease, answer, logits, ok = self._decode(
-            self.weights, self.cache, lease, jnp.asarray(first, jnp.int32), steps
-        )
-        _served(ok)
-        return lease, np.asarray(answer), np.asarray(logits)
+        return Start(availability, plan, lease, joined)
 
     def finish(self, lease, texts=None) -> None:
         """Lets go of the requests; what they hold of `texts` is published before."""
@@ -170,11 +134,6 @@ class Server:
             tokens, length = hkv.pad_batch(self.layout, texts)
             self.cache, lease, _ = hkv.publish(self.cache, lease, tokens, length, partial=True)
         self.cache = hkv.release(self.cache, lease)
-
-
-def _served(ok) -> None:
-    if not np.asarray(ok).all():
-        raise RuntimeError("a page changed under a running request; query it again")
 
 
 def table(availability: hkv.Availability, q: int) -> list[str]:

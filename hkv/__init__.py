@@ -27,6 +27,8 @@ from hkv._cache import init as init
 from hkv._cache import nbytes as nbytes
 from hkv._describe import describe as describe
 from hkv._lifecycle import Life as Life
+from hkv._lifecycle import Refusal as Refusal
+from hkv._lifecycle import Transition as Transition
 
 # isort: split
 # Query.
@@ -65,7 +67,6 @@ from hkv._admit import Verdict as Verdict
 from hkv._admit import admit as admit
 from hkv._admit import fork as fork
 from hkv._admit import lease as lease
-from hkv._admit import set_caps as set_caps
 from hkv._lease import Lease as Lease
 from hkv._lease import check_lease as check_lease
 from hkv._lease import release as release
@@ -81,9 +82,19 @@ from hkv._view import view as view
 
 # isort: split
 # Publish and give memory back.
+from hkv._caps import set_caps as set_caps
 from hkv._evict import drop as drop
-from hkv._evict import evict as evict
 from hkv._evict import invalidate as invalidate
 from hkv._pages import occupancy as occupancy
 from hkv._publish import publish as publish
 from hkv._reindex import update_indexer as update_indexer
+from hkv._retain import Retention as Retention
+from hkv._retain import Worth as Worth
+from hkv._retain import retention as retention
+from hkv._room import evict as evict
+from hkv._transition import transition as transition
+
+# isort: split
+# The host side.
+from hkv.manager import Manager as Manager
+from hkv.manager import Request as Request

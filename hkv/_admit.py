@@ -7,22 +7,31 @@ for a branch of a running request (`fork`).
 import dataclasses
 import enum
 import functools
-from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from hkv._arguments import check_array, check_type
-from hkv._cache import Cache, bumped, form_bits, rows_of, same_generation
-from hkv._evict import make_room
+from hkv._cache import (
+    Cache,
+    bumped,
+    cap_names,
+    cap_unit,
+    form_bits,
+    rows_of,
+    same_generation,
+)
+from hkv._caps import charged, usage, weighed
 from hkv._identity import Need, segment_mark
-from hkv._layout import DEVICE_FORMS, FORMS, Form
+from hkv._layout import DEVICE_FORMS, FORMS, Form, Layout
 from hkv._lease import FOREVER, Lease, check_fits, check_lease
 from hkv._lifecycle import Life
-from hkv._pages import pop_pages, pop_rows, used_pages
+from hkv._pages import pop_pages, pop_rows
+from hkv._retain import Worth
+from hkv._room import make_room
 from hkv._route import Plan
-from hkv._rules import Kind
+from hkv._rules import Kind, required
 from hkv._slots import add, put, take
 from hkv._view import stamps_hold
 from pallas_kernels import copy_pages
@@ -43,7 +52,7 @@ class Blocker(enum.IntEnum):
     LENGTH = 1  # longer than the bucket of the plan, or shorter than what it resumes from
     ROWS = 2  # segment rows
     PAGES = 3  # pages of a group
-    CAP = 4  # the cap of a form
+    CAP = 4  # a cap of a form, group or tenant, or a shared budget
     LEASES = 5  # lease slots
     CHANGED = 6  # the plan's segments changed since the query: query again
     PRIVATE = 7  # a fork of a request whose recovered pages are not published yet
@@ -62,21 +71,34 @@ class Admission:
     evictable: jax.Array  # i32[Q, G], pages that eviction could have freed
     need_rows: jax.Array  # i32[Q], segment rows
     free_rows: jax.Array  # i32[Q]
-    form_need: jax.Array  # i32[Q, F], pages per form
-    form_used: jax.Array  # i32[Q, F]
-    form_cap: jax.Array  # i32[Q, F]
+    evictable_rows: jax.Array  # i32[Q]
+    cap_need: jax.Array  # i32[Q, 1 + T, K], what the request counts against each cap
+    cap_used: jax.Array  # i32[Q, 1 + T, K]
+    cap: jax.Array  # i32[Q, 1 + T, K]
+    layout: Layout = jax.tree.static()
 
     def __repr__(self) -> str:
         if isinstance(self.verdict, jax.core.Tracer) or not hasattr(self.verdict, "shape"):
             return "Admission(traced)"
-        a = jax.device_get(self)
-        return "\n".join(
-            f"request {q}: {Verdict(int(v)).name}"
-            + ("" if v == Verdict.ADMIT else f" ({Blocker(int(a.blocker[q])).name})")
-            + f": needs {a.need[q].tolist()} pages per group, free {a.free[q].tolist()}, "
-            f"evictable {a.evictable[q].tolist()}; {a.need_rows[q]} rows, free {a.free_rows[q]}"
-            for q, v in enumerate(a.verdict)
-        )
+        a, names = jax.device_get(self), cap_names(self.layout)
+        out = []
+        for q, v in enumerate(a.verdict):
+            why = "" if v == Verdict.ADMIT else f" ({Blocker(int(a.blocker[q])).name})"
+            out.append(
+                f"request {q}: {Verdict(int(v)).name}{why}: needs {a.need[q].tolist()} pages per "
+                f"group, free {a.free[q].tolist()}, evictable {a.evictable[q].tolist()}; "
+                f"{a.need_rows[q]} rows, free {a.free_rows[q]}, evictable {a.evictable_rows[q]}"
+            )
+            for t, k in np.argwhere(a.cap_used[q] + a.cap_need[q] > a.cap[q]):
+                what, unit = names[k]
+                size = cap_unit(self.layout) if unit == "bytes" else 1
+                used, more, cap = (
+                    int(x[q, t, k]) * size for x in (a.cap_used, a.cap_need, a.cap)
+                )  # fmt: skip
+                whose = f" of tenant {t}" if t else ""
+                out.append(f"  cap of {what}{whose}: {used:,} used and {more:,} more of {cap:,} "
+                           f"{unit}")  # fmt: skip
+        return "\n".join(out)
 
 
 @jax.tree_util.register_dataclass
@@ -95,32 +117,8 @@ class _Source:
     replay_groups: jax.Array
     have: jax.Array
     need: Need
-    asked: jax.Array
+    word: jax.Array
     ok: jax.Array  # bool
-
-
-def set_caps(cache: Cache, caps: Mapping[Form, int]) -> Cache:
-    """The cache with other caps; nothing compiles, and what is stored stays.
-
-    Args:
-        cache: the cache.
-        caps: most pages that a device form may occupy over its groups.
-
-    Raises:
-        ValueError: an unknown form, or a number out of range.
-    """
-    check_type("cache", cache, Cache)
-    check_type("caps", caps, Mapping)
-    new = np.array(jax.device_get(cache.caps))
-    for form, pages in caps.items():
-        if form not in DEVICE_FORMS:
-            raise ValueError(f"`caps` names {form!r}; give device forms: {list(DEVICE_FORMS)}")
-        if isinstance(pages, bool) or not isinstance(pages, int) or not 0 <= pages < 2**31:
-            raise ValueError(f"`caps` gives {pages!r} for {form.name}; give pages, 0 or more")
-        new[form] = pages
-    # Committed to a device only where it was: that is part of what a compiled program expects.
-    to = cache.caps.sharding if cache.caps.committed else None
-    return dataclasses.replace(cache, caps=jax.device_put(new, to))
 
 
 def admit(cache: Cache, plan: Plan, total: jax.Array) -> tuple[Cache, Lease, Admission]:
@@ -220,7 +218,7 @@ def _fork(cache: Cache, lease: Lease, total: jax.Array):
         replay=jnp.stack([lease.length, lease.length], -1),
         replay_groups=jnp.zeros((*zero.shape, G), bool),
         have=jnp.stack([lo, jnp.broadcast_to(lease.length[:, None], lo.shape)], -1),
-        need=lease.need, asked=lease.serial[:, 1], ok=ok,
+        need=lease.need, word=lease.serial[:, 1], ok=ok,
     )  # fmt: skip
     cache, out, answer = _reserve_all(cache, source, total, True)
     blocked = used & (answer.verdict != Verdict.ADMIT)
@@ -240,6 +238,12 @@ def _reserve_all(cache: Cache, source: _Source, total: jax.Array, grow: bool):
 
     cache, (lease, answer) = jax.lax.scan(one, cache, (source, total))
     return cache, lease, answer
+
+
+def _held(cache: Cache, rows: jax.Array) -> jax.Array:
+    """`i32[G]`: pages of the segments `bool[N]`."""
+    each = [jnp.sum((p > 0) & rows[:, None], dtype=jnp.int32) for p in cache.table.pages]
+    return jnp.stack(each)
 
 
 def _overlaps(lo, hi, span) -> jax.Array:
@@ -284,22 +288,27 @@ def _reserve(cache: Cache, x: _Source, total: jax.Array, grow: bool):
 
     # How much is needed, and how much there is.
     per = jnp.asarray([lay.segment_pages(g) for g in lay.groups], jnp.int32)
+    whose = charged(cache, x.need.tenant)[:, None]
+
+    def charge(pages):
+        """`i32[1 + T, K]`: pages `i32[G]` of this request against the caps that it counts for."""
+        return jnp.where(whose, weighed(cache, pages)[None], 0)
+
     need_rows = jnp.sum(new, dtype=jnp.int32)
     need = per * (need_rows + jnp.sum(private, axis=1, dtype=jnp.int32))
     pinned = add(t.pins, jnp.where(reused, x.rows, N), jnp.ones(S, jnp.int32))
     idle = (pinned == 0) & (t.length > 0)
     free = jnp.stack([p.n_free for p in cache.pools])
-    loose = jnp.stack(
-        [jnp.sum(take(idle, p.owner[1:], False), dtype=jnp.int32) for p in cache.pools]
-    )
+    loose = _held(cache, idle)
     mine = jnp.stack(
-        [jnp.sum(jnp.where(shared[:, None], take(a, x.rows, 0), 0) > 0, dtype=jnp.int32)
+        [jnp.sum(jnp.where(reused[:, None], take(a, x.rows, 0), 0) > 0, dtype=jnp.int32)
          for a in t.pages]
     )  # fmt: skip
     capacity = jnp.asarray([g.pages - 1 for g in lay.groups], jnp.int32)
-    by_form = jnp.zeros(FORMS, jnp.int32).at[lay.forms].add
-    form_need, form_used = by_form(need), by_form(used_pages(cache))
-    form_loose, form_mine = by_form(loose), by_form(mine)
+    cap_need, cap_used, cap = charge(need), usage(cache), cache.caps.limit
+    theirs = idle & (t.tenant == x.need.tenant) if lay.tenants else idle
+    cap_loose = jnp.where(jnp.arange(1 + lay.tenants)[:, None] > 0, charge(_held(cache, theirs)),
+                          weighed(cache, loose)[None])  # fmt: skip
 
     # The verdict; later lines outrank earlier ones.
     blocker = jnp.uint8(Blocker.NONE)
@@ -310,17 +319,17 @@ def _reserve(cache: Cache, x: _Source, total: jax.Array, grow: bool):
         blocker = jnp.where(bad, jnp.uint8(why), blocker)
         never = jnp.where(bad, for_ever, never)
 
-    caps = cache.caps
-    block(jnp.any(form_used - form_loose + form_need > caps), Blocker.CAP, False)
+    block(jnp.any((cap_used - cap_loose + cap_need > cap) & (cap_need > 0)), Blocker.CAP, False)
     block(jnp.any(need > free + loose), Blocker.PAGES, False)
-    block(need_rows > cache.n_free_rows + jnp.sum(idle, dtype=jnp.int32), Blocker.ROWS, False)
+    idle_rows = jnp.sum(idle, dtype=jnp.int32)
+    block(need_rows > cache.n_free_rows + idle_rows, Blocker.ROWS, False)
     block(~jnp.any(cache.serials[:, 0] == 0), Blocker.LEASES, False)
     fresh = (x.rows < N) & same_generation(take(t.version, x.rows, 0), x.version)
     fresh &= jax.vmap(segment_mark)(rows_of(t, x.rows)) == x.mark
     block(~jnp.all(fresh | ~reused) | ~x.ok, Blocker.CHANGED, False)
-    block(jnp.any(form_need + form_mine > caps), Blocker.CAP, True)
+    block(jnp.any((cap_need + charge(mine) > cap) & (cap_need > 0)), Blocker.CAP, True)
     block(jnp.any(need + mine > capacity), Blocker.PAGES, True)
-    block(need_rows + jnp.sum(shared, dtype=jnp.int32) > N, Blocker.ROWS, True)
+    block(need_rows + jnp.sum(reused, dtype=jnp.int32) > N, Blocker.ROWS, True)
     block((total > S * B) | (total < x.resume) | (total < 0), Blocker.LENGTH, True)
     fits = blocker == Blocker.NONE
 
@@ -330,13 +339,11 @@ def _reserve(cache: Cache, x: _Source, total: jax.Array, grow: bool):
     cache = dataclasses.replace(
         cache, table=dataclasses.replace(t, pins=add(t.pins, hold, one)), clock=cache.clock + 1
     )
-    room = make_room(
-        cache, jnp.where(fits, need_rows, 0), jnp.where(fits, need, 0),
-        jnp.where(fits, form_need, 0),
-    )  # fmt: skip
+    n_free_rows = cache.n_free_rows
+    room = make_room(cache, jnp.where(fits, need_rows, 0), jnp.where(fits, need, 0), x.need.tenant)
     now_free = jnp.stack([p.n_free for p in room.pools])
     got = fits & jnp.all(need <= now_free) & (need_rows <= room.n_free_rows)
-    capped = jnp.any(by_form(used_pages(room)) + form_need > caps)
+    capped = jnp.any((usage(room) + cap_need > cap) & (cap_need > 0))
     why = jnp.where(need_rows > room.n_free_rows, jnp.uint8(Blocker.ROWS), jnp.uint8(Blocker.CAP))
     why = jnp.where(jnp.any(need > now_free), jnp.uint8(Blocker.PAGES), why)
     got &= ~capped
@@ -350,24 +357,27 @@ def _reserve(cache: Cache, x: _Source, total: jax.Array, grow: bool):
     )  # fmt: skip
     answer = Admission(
         verdict=verdict, blocker=blocker, need=need, free=free, evictable=loose,
-        need_rows=need_rows, free_rows=cache.n_free_rows, form_need=form_need,
-        form_used=form_used, form_cap=caps,
+        need_rows=need_rows, free_rows=n_free_rows, evictable_rows=idle_rows, cap_need=cap_need,
+        cap_used=cap_used, cap=cap, layout=lay,
     )  # fmt: skip
 
     # Take it: a slot, rows, pages.
     new, private, shared = new & got, private & got, shared & got
     slot = jnp.where(got, jnp.argmin(cache.serials[:, 0] != 0).astype(jnp.int32), M)
     serial = cache.clock
-    name = jnp.stack([serial, x.asked])
+    name = jnp.stack([serial, x.word, jnp.uint32(0)])
     resume = jnp.where(got, x.resume, 0)
     cache = dataclasses.replace(
-        cache, serials=put(cache.serials, slot, name), reached=put(cache.reached, slot, resume)
+        cache,
+        serials=put(cache.serials, slot, name),
+        reached=put(cache.reached, slot, resume),
+        tenants=put(cache.tenants, slot, x.need.tenant),
     )
     cache, fresh_rows = pop_rows(cache, new)
-    cache = _open_rows(cache, fresh_rows, new)
+    cache = _open_rows(cache, fresh_rows, new, x.need.tenant)
     rows = jnp.where(new, fresh_rows, jnp.where(shared, x.rows, N))
     pools, pages, table_pages = [], [], list(cache.table.pages)
-    written = []
+    written, words = [], take(cache.table.written, x.rows, 0)
     source = jnp.where(got & (x.resume % B > 0) & grow, x.rows[jnp.minimum(last, S - 1)], N)
     for g, spec in enumerate(lay.groups):
         n = lay.segment_pages(spec)
@@ -376,8 +386,8 @@ def _reserve(cache: Cache, x: _Source, total: jax.Array, grow: bool):
         pool, ids = pop_pages(cache.pools[g], jnp.repeat(mine_too, n), jnp.repeat(owner, n))
         ids = ids.reshape(S, n)
         table_pages[g] = put(table_pages[g], jnp.where(new, fresh_rows, N), ids)
-        stored = take(t.pages[g], x.rows, 0)
-        word = jnp.where(mine_too, serial, jnp.where(shared, take(t.written[:, g], x.rows, 0), 0))
+        stored = take(table_pages[g], x.rows, 0)
+        word = jnp.where(mine_too, serial, jnp.where(shared, words[:, g], 0))
         # Rows that go along: the partly shared segment, and the segment where kept rows begin.
         at = jnp.minimum(last, S - 1)
         kept = jnp.clip(x.have[g, 0] // B, 0, S - 1)
@@ -386,12 +396,12 @@ def _reserve(cache: Cache, x: _Source, total: jax.Array, grow: bool):
         to = jnp.stack([ids[at], ids[kept]])
         stamp = jnp.stack([rows[at], rows[kept]]).astype(jnp.uint32)
         data, stamps = copy_pages(
-            pool.data, pool.stamp, take(t.pages[g], from_rows, 0).reshape(-1),
+            pool.data, pool.stamp, take(table_pages[g], from_rows, 0).reshape(-1),
             jnp.where((from_rows < N)[:, None], to, 0).reshape(-1),
             jnp.repeat(jnp.stack([stamp, jnp.full(2, serial, jnp.uint32)], -1), n, axis=0),
             src_expect=jnp.repeat(
                 jnp.stack(
-                    [from_rows.astype(jnp.uint32), take(t.written[:, g], from_rows, 0)], -1
+                    [from_rows.astype(jnp.uint32), words[jnp.stack([at, kept]), g]], -1
                 ), n, axis=0,
             ),
         )  # fmt: skip
@@ -408,7 +418,10 @@ def _reserve(cache: Cache, x: _Source, total: jax.Array, grow: bool):
         t,
         pages=tuple(table_pages),
         written=put(t.written, at, words.T),
-        used=put(t.used, touched, jnp.broadcast_to(cache.clock, (S, FORMS))),
+        used=put(t.used, touched, jnp.where(_reads(lay, S, x.resume), cache.clock,
+                                            take(t.used, touched, 0))),
+        # Prompts part inside the copied segment: what is resumable there is worth keeping.
+        worth=put(t.worth, source[None], jnp.uint8([Worth.END])),
         pins=add(t.pins, at, one),
         # A copied segment is at best what its source was.
         provenance=put(t.provenance, jnp.where(source < N, rows[jnp.minimum(last, S - 1)], N),
@@ -426,7 +439,17 @@ def _reserve(cache: Cache, x: _Source, total: jax.Array, grow: bool):
     return cache, out, answer
 
 
-def _open_rows(cache: Cache, rows: jax.Array, mask: jax.Array) -> Cache:
+def _reads(lay: Layout, S: int, resume: jax.Array) -> jax.Array:
+    """`bool[S, F]`: which forms of each segment a resume reads."""
+    begin = jnp.arange(S, dtype=jnp.int32) * lay.segment_tokens
+    out = [jnp.zeros(S, bool)] * FORMS
+    for g in lay.groups:
+        lo, hi = (at * g.rule.unit for at in required(g.rule, resume))
+        out[g.form] |= (begin < hi) & (begin + lay.segment_tokens > lo)
+    return jnp.stack(out, axis=1)
+
+
+def _open_rows(cache: Cache, rows: jax.Array, mask: jax.Array, tenant: jax.Array) -> Cache:
     """Starts segments in fresh rows: a new version, WRITING in every form of the layout."""
     lay, t, N = cache.layout, cache.table, cache.layout.segments
     at = jnp.where(mask, rows, N)
@@ -444,6 +467,8 @@ def _open_rows(cache: Cache, rows: jax.Array, mask: jax.Array) -> Cache:
         length=put(t.length, at, jnp.zeros(K, jnp.int32)),
         parent=put(t.parent, at, jnp.full(K, N, jnp.int32)),
         provenance=put(t.provenance, at, jnp.zeros(K, jnp.uint8)),
+        tenant=put(t.tenant, at, jnp.broadcast_to(tenant, (K,))),
+        worth=put(t.worth, at, jnp.zeros(K, jnp.uint8)),
         children=put(t.children, at, jnp.zeros(K, jnp.int32)),
         pins=put(t.pins, at, jnp.zeros(K, jnp.int32)),
         held=put(t.held, at, jnp.zeros((K, G, 2), jnp.int32)),

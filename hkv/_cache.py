@@ -42,6 +42,8 @@ class Table:
     epoch: jax.Array  # u32[N], version of the weights that made the payload
     indexer_version: jax.Array  # u32[N]
     provenance: jax.Array  # u8[N]
+    tenant: jax.Array  # u32[N], digest of the salt
+    worth: jax.Array  # u8[N], `Worth` of the boundaries that its windows and tails keep alive
     used: jax.Array  # u32[N, F], clock of the last use per form
     pins: jax.Array  # i32[N], leases that hold the segment
     children: jax.Array  # i32[N], stored segments whose parent this is
@@ -71,6 +73,16 @@ class Pool:
 
 @_pytree
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Caps:
+    """Limits on what may be occupied. K caps, named by `cap_names`; T tenants."""
+
+    weight: jax.Array  # i32[K, G], what a page of each group counts
+    limit: jax.Array  # i32[1 + T, K], for everybody together, then for each tenant
+    tenant: jax.Array  # u32[T], whose limits; 0 for nobody's
+
+
+@_pytree
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Cache:
     """The whole state. Functions take it first and return the new one first."""
 
@@ -82,9 +94,10 @@ class Cache:
     pools: tuple[Pool, ...]
     free_rows: jax.Array  # i32[N], stack of free segment rows
     n_free_rows: jax.Array  # i32[]
-    serials: jax.Array  # u32[M, 2], serial of the lease in each slot; 0 where free
+    serials: jax.Array  # u32[M, 3], serial of the lease in each slot; 0 where free
     reached: jax.Array  # i32[M], tokens that the request in each slot has stored
-    caps: jax.Array  # i32[F], most pages a form may occupy over its groups; changeable
+    tenants: jax.Array  # u32[M], tenant of the lease in each slot
+    caps: Caps  # changeable
     clock: jax.Array  # u32[], counts operations
     layout: Layout = jax.tree.static()
 
@@ -118,6 +131,32 @@ class Cache:
         return "\n".join(text)
 
 
+def cap_names(layout: Layout) -> list[tuple[str, str]]:
+    """What each of the K caps limits, and in which unit."""
+    forms = [f.name for f in DEVICE_FORMS]
+    return [
+        *((f, "pages") for f in forms), *((g.name, "pages") for g in layout.groups),
+        *((f, "bytes") for f in forms), ("shared", "bytes"),
+    ]  # fmt: skip
+
+
+def cap_unit(layout: Layout) -> int:
+    """Bytes per unit of the caps in bytes: the finest in which the pools fit 30 bits."""
+    unit = math.gcd(*(g.page_bytes for g in layout.groups))
+    total = sum(g.page_bytes * g.pages for g in layout.groups)
+    return unit * max(1, 2 ** math.ceil(math.log2(total / unit / 2**30)))
+
+
+def cap_weights(layout: Layout) -> np.ndarray:
+    """`i32[K, G]`: what a page of each group counts against each cap."""
+    forms = np.array([[g.form == f for g in layout.groups] for f in DEVICE_FORMS])
+    unit = cap_unit(layout)
+    size = np.array([-(-g.page_bytes // unit) for g in layout.groups])
+    every = np.ones((1, len(layout.groups)), bool)
+    rows = [forms, np.eye(len(layout.groups)), forms * size, every * size]
+    return np.concatenate(rows).astype(np.int32)
+
+
 def index_slots(layout: Layout) -> int:
     """H, the slots of the hash index: a power of two of at least four per segment."""
     return 1 << math.ceil(math.log2(4 * layout.segments))
@@ -146,7 +185,8 @@ def _make(layout: Layout) -> Cache:
         parent=jnp.full(N, N, i32), parent_born=zeros(u32, N), born=zeros(u32, N),
         start=zeros(i32, N), length=zeros(i32, N), identity=zeros(u32, N, 4),
         media=zeros(u32, N, 4), epoch=zeros(u32, N), indexer_version=zeros(u32, N),
-        provenance=zeros(u8, N), used=zeros(u32, N, FORMS), pins=zeros(i32, N),
+        provenance=zeros(u8, N), tenant=zeros(u32, N), worth=zeros(u8, N),
+        used=zeros(u32, N, FORMS), pins=zeros(i32, N),
         children=zeros(i32, N), place=zeros(u8, N),
         pages=tuple(zeros(i32, N, layout.segment_pages(g)) for g in layout.groups),
         abi=zeros(u32, N, G), codes=zeros(u32, N, G, layout.shards), held=zeros(i32, N, G, 2),
@@ -162,15 +202,18 @@ def _make(layout: Layout) -> Cache:
         )
         for g in layout.groups
     )
-    caps = np.zeros(FORMS, np.int32)
-    for f in DEVICE_FORMS:
-        caps[f] = sum(layout.groups[i].pages - 1 for i in layout.form_groups(f))
+    weight, T = cap_weights(layout), layout.tenants
+    most = weight @ np.array([g.pages - 1 for g in layout.groups], np.int32)
+    caps = Caps(
+        weight=jnp.asarray(weight), limit=jnp.asarray(np.repeat(most[None], 1 + T, axis=0)),
+        tenant=zeros(u32, T),
+    )  # fmt: skip
     return Cache(
         table=table, tokens=zeros(i32, N, B), index=jnp.full(H + PROBE, N, i32),
         tags=zeros(u32, H + PROBE), openings=jnp.full((H, WAYS), N, i32), pools=pools,
         free_rows=N - 1 - jnp.arange(N, dtype=i32), n_free_rows=jnp.asarray(N, i32),
-        serials=zeros(u32, layout.leases, 2), reached=zeros(i32, layout.leases),
-        caps=jnp.asarray(caps), clock=jnp.asarray(0, u32),
+        serials=zeros(u32, layout.leases, 3), reached=zeros(i32, layout.leases),
+        tenants=zeros(u32, layout.leases), caps=caps, clock=jnp.asarray(0, u32),
         layout=layout,
     )  # fmt: skip
 

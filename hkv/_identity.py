@@ -38,6 +38,7 @@ class Need:
     provenance: jax.Array  # u8[Q], the worst that is accepted
     abi: jax.Array  # u32[Q, G], what the kernels of this build read
     codes: jax.Array  # u32[Q, G, shards], how the pools lie in memory
+    tenant: jax.Array  # u32[Q], digest of the salt, for caps
 
     def request(self, q: int) -> "Need":
         """What request `q` needs, without the axis Q, as the functions on one segment take it."""
@@ -58,6 +59,11 @@ def digest128(*fields: bytes) -> np.ndarray:
         h.update(len(f).to_bytes(8, "little"))
         h.update(f)
     return np.frombuffer(h.digest(), "<u4")
+
+
+def tenant_word(salt: str) -> int:
+    """A tenant as one `u32`, never 0."""
+    return int(digest128(b"tenant", salt.encode())[0]) or 1
 
 
 def media_digests(layout: Layout, tokens: int, items: Sequence[tuple[int, int, bytes]]):
@@ -188,6 +194,7 @@ def need(
         provenance=np.full(requests, provenance, np.uint8),
         abi=np.repeat(abi[None], requests, axis=0),
         codes=np.repeat(codes[None], requests, axis=0),
+        tenant=np.array([tenant_word(t) for t in salts], np.uint32),
     )
     # An explicit transfer, to where the cache lies: it compiles nothing and is not repeated.
     there = getattr(cache.clock, "committed", False)

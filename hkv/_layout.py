@@ -96,6 +96,7 @@ class Layout:
             program each. The last is the longest request.
         leases: how many requests can hold a lease at once.
         shards: over how many devices each page is split.
+        tenants: how many tenants can have caps of their own.
 
     Raises:
         ValueError: geometry that does not divide, or a pool too small for one longest request.
@@ -107,6 +108,7 @@ class Layout:
     buckets: tuple[int, ...]
     leases: int = 64
     shards: int = 1
+    tenants: int = 0
 
     def __post_init__(self):
         for name in ("groups", "buckets"):
@@ -115,6 +117,7 @@ class Layout:
         _positive("segments", self.segments)
         _positive("leases", self.leases)
         _positive("shards", self.shards)
+        check_int("tenants", self.tenants, 0)
         for n in self.buckets:
             _positive("buckets", n)
         if not self.buckets or list(self.buckets) != sorted(set(self.buckets)):

@@ -22,12 +22,13 @@ FOREVER = 2**31 - 1  # end of a write range that has none
 class Lease:
     """Q running requests of up to S segments. Positions count from the start of the request.
 
-    Of each group, rows in `write` are what the present run makes, in place of what pages may
-    hold there; other rows exist where they lie in `have`.
+    The newest one counts: `recover`, `append`, `publish` and `trim` return the next, and the one
+    before no longer holds. Of each group, rows in `write` are what the present run makes, in place
+    of what pages may hold there; other rows exist where they lie in `have`.
     """
 
     slot: jax.Array  # i32[Q], lease slot; M where the request holds none
-    serial: jax.Array  # u32[Q, 2], of the slot when it was taken: clock, digest of what was asked
+    serial: jax.Array  # u32[Q, 3], clock when it was taken, digest of the plan, changes since
     rows: jax.Array  # i32[Q, S], segments; N past the end
     version: jax.Array  # u32[Q, S], their versions when verified
     own: jax.Array  # bool[Q, S], segments that this request may write
@@ -54,20 +55,29 @@ def check_fits(cache: Cache, lease: Lease) -> None:
         )
 
 
-def holds(cache: Cache, lease: Lease) -> jax.Array:
+def held_by(cache: Cache, lease: Lease) -> jax.Array:
     """`bool[...]`: the lease was taken in this cache and not released; with or without Q."""
-    same = jnp.all(take(cache.serials, lease.slot, 0) == lease.serial, axis=-1)
+    same = jnp.all((take(cache.serials, lease.slot, 0) == lease.serial)[..., :2], axis=-1)
     return same & (lease.serial[..., 0] > 0)
 
 
+def advance(cache: Cache, lease: Lease, ok: jax.Array) -> tuple[Cache, Lease]:
+    """The next of leases that changed, where `ok` `bool[Q]`; those before no longer hold."""
+    serial = lease.serial.at[:, 2].add(ok.astype(jnp.uint32))
+    slot = jnp.where(ok, lease.slot, cache.layout.leases)
+    cache = dataclasses.replace(cache, serials=put(cache.serials, slot, serial))
+    return cache, dataclasses.replace(lease, serial=serial)
+
+
 def check_lease(cache: Cache, lease: Lease) -> jax.Array:
-    """`bool[Q]`: the lease is still held, of what the cache has stored for it, and its segments
-    are of the generation it verified.
+    """`bool[Q]`: the lease is the newest of one still held, of what the cache has stored for it,
+    and its segments are of the generation it verified.
 
     This is the state pointer; the data pointer (page stamps) is checked where pages are read.
     """
     check_fits(cache, lease)
-    held = holds(cache, lease) & (lease.length <= take(cache.reached, lease.slot, 0))
+    newest = take(cache.serials, lease.slot, 0)[:, 2] == lease.serial[:, 2]
+    held = held_by(cache, lease) & newest & (lease.length <= take(cache.reached, lease.slot, 0))
     now = take(cache.table.version, lease.rows, 0)
     same = same_generation(now, lease.version) | (lease.rows >= cache.layout.segments)
     return held & jnp.all(same, axis=-1)
@@ -86,14 +96,14 @@ def release(cache: Cache, lease: Lease) -> Cache:
 def _release(cache: Cache, lease: Lease) -> Cache:
     def one(c: Cache, x: Lease):
         N, M = c.layout.segments, c.layout.leases
-        held = holds(c, x)
+        held = held_by(c, x)
         mine = held & (x.rows < N)
         at = jnp.where(mine, x.rows, N)
         pins = add(c.table.pins, at, jnp.full(at.shape, -1, jnp.int32))
         c = dataclasses.replace(
             c,
             table=dataclasses.replace(c.table, pins=pins),
-            serials=put(c.serials, jnp.where(held, x.slot, M), jnp.zeros(2, jnp.uint32)),
+            serials=put(c.serials, jnp.where(held, x.slot, M), jnp.zeros(3, jnp.uint32)),
             clock=c.clock + 1,
         )
         unlisted = mine & (take(c.table.length, at, 1) == 0) & (take(pins, at, 1) == 0)
@@ -165,4 +175,5 @@ def _trim(cache: Cache, lease: Lease) -> tuple[Cache, Lease]:
         c = dataclasses.replace(c, table=table, pools=tuple(pools))
         return c, dataclasses.replace(x, pages=tuple(pages), have=have, write=write)
 
-    return jax.lax.scan(one, cache, (lease, ok))
+    cache, lease = jax.lax.scan(one, cache, (lease, ok))
+    return advance(cache, lease, ok)

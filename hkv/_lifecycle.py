@@ -57,6 +57,11 @@ DISK_TRANSITIONS: dict[Life, tuple[Life, ...]] = {
 }
 _TABLES = [DISK_TRANSITIONS if f is Form.DISK else TRANSITIONS for f in Form]
 _LEGAL = np.array([[[b in table[a] for b in Life] for a in Life] for table in _TABLES])
+_THERE = (Life.WRITING, Life.READY, Life.OFFLOADING, Life.STALE)  # on the device, maybe leased
+_GONE = (Life.EMPTY, Life.ON_DISK, Life.STALE)
+_SPOILS = np.array([
+    [[f is not Form.DISK and a in _THERE and b in _GONE for b in Life] for a in Life] for f in Form
+])  # fmt: skip
 
 
 class Refusal(enum.IntEnum):
@@ -89,7 +94,8 @@ class Transition:
     refusal: jax.Array  # u8[K, F], `Refusal`
 
     def __repr__(self) -> str:
-        if isinstance(self.moved, jax.core.Tracer) or not hasattr(self.moved, "shape"):
+        known = isinstance(self.moved, jax.Array | np.ndarray)
+        if not known or isinstance(self.moved, jax.core.Tracer):
             return "Transition(traced)"
         t = jax.device_get(self)
         lines = [f"{int(t.moved.sum())} moved, {int((t.refusal > 0).sum())} refused"]
@@ -100,10 +106,24 @@ class Transition:
         return "\n".join(lines)
 
 
+def _look_up(facts: np.ndarray, old: jax.Array, new: jax.Array) -> jax.Array:
+    form = jnp.broadcast_to(jnp.arange(FORMS, dtype=jnp.int32), old.shape)
+    return take(jnp.asarray(facts), (form, old, new), False)
+
+
 def legal(old: jax.Array, new: jax.Array) -> jax.Array:
     """`bool[..., F]`: whether `old -> new` (both `u8[..., F]`) is listed for each form."""
-    form = jnp.broadcast_to(jnp.arange(FORMS, dtype=jnp.int32), old.shape)
-    return take(jnp.asarray(_LEGAL), (form, old, new), False)
+    return _look_up(_LEGAL, old, new)
+
+
+def spoils(old: jax.Array, new: jax.Array) -> jax.Array:
+    """`bool[..., F]`: whether rows that a reader may have verified go when a form moves so.
+
+    Such a transition ends the segment's generation: leases on it fail, plans are out of date. The
+    others add something or leave payloads readable where they are. What lies outside of device
+    memory is verified when it is read, so its coming and going spoils nothing.
+    """
+    return _look_up(_SPOILS, old, new)
 
 
 def move(life: jax.Array, forms: jax.Array, new: jax.Array | Life) -> jax.Array:
@@ -114,18 +134,3 @@ def move(life: jax.Array, forms: jax.Array, new: jax.Array | Life) -> jax.Array:
     """
     to = jnp.broadcast_to(jnp.asarray(new, jnp.uint8), life.shape)
     return jnp.where(forms & legal(life, to), to, life)
-
-
-def frees(old: jax.Array, new: jax.Array) -> jax.Array:
-    """`bool[...]`: whether the device pages of a form go when it moves so."""
-    return (new == Life.EMPTY) | ((new == Life.ON_DISK) & (old != Life.WRITING))
-
-
-def spoils(old: jax.Array, new: jax.Array) -> jax.Array:
-    """`bool[...]`: whether what was verified of a form before it moved so no longer holds.
-
-    Such a transition ends the segment's generation: leases on it fail, plans are out of date. One
-    that adds something, or leaves a payload readable where it is, does not.
-    """
-    left = (old == Life.OFFLOADING) & (new == Life.ON_DISK)
-    return left | (new == Life.STALE) | (new == Life.EMPTY)

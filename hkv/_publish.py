@@ -7,17 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hkv._arguments import check_array, check_type
 from hkv._cache import PROBE, WAYS, Cache, bumped, form_bits, openings_of, rows_of
 from hkv._evict import set_life, unlist
 from hkv._identity import Need, block_keys, opening_slots
 from hkv._layout import DEVICE_FORMS, FORMS, Form
-from hkv._lease import Lease, check_fits, check_lease
+from hkv._lease import Lease, advance, check_fits, check_lease
 from hkv._lifecycle import Life
 from hkv._lookup import by_key, index_base
 from hkv._pages import push_pages
 from hkv._query import check_batch, find
+from hkv._retain import Retention, worth
 from hkv._rules import Kind
-from hkv._slots import add, put, take
+from hkv._slots import add, put, swap, take
 from hkv._verify import payload_digest
 from hkv._view import stamps_hold
 
@@ -28,6 +30,8 @@ def publish(
     tokens: jax.Array,
     length: jax.Array,
     *,
+    prompt: jax.Array | None = None,
+    retention: Retention | None = None,
     partial: bool = False,
 ) -> tuple[Cache, Lease, jax.Array]:
     """Lists the complete segments that requests have written, and gives back what they restored.
@@ -41,6 +45,9 @@ def publish(
         lease: the requests.
         tokens: `i32[Q, T]` their token ids, T = S * B of the lease: those that ran.
         length: `i32[Q]` settled tokens: those whose step the device has finished.
+        prompt: `i32[Q]` tokens of each that were its prompt; where one ended is worth keeping.
+        retention: which boundaries keep their windows and tails longest under pressure; by
+            default all.
         partial: also list the last, partly filled segment. It is immutable then, so the request
             can go on only by being admitted again.
 
@@ -58,23 +65,30 @@ def publish(
             f"`tokens` has shape {tokens.shape}; the lease is for "
             f"{(lease.rows.shape[0], lease.rows.shape[1] * B)}"
         )
-    return _publish(cache, lease, tokens, length, partial)
+    if prompt is not None:
+        check_array("prompt", prompt, jnp.int32, tokens.shape[0])
+    if retention is not None:
+        check_type("retention", retention, Retention)
+    return _publish(cache, lease, tokens, length, prompt, retention, partial)
 
 
 @functools.partial(jax.jit, donate_argnames=("cache",), static_argnames=("partial",))
-def _publish(cache: Cache, lease: Lease, tokens, length, partial: bool):
+def _publish(cache: Cache, lease: Lease, tokens, length, prompt, retention, partial: bool):
+    prompt = length if prompt is None else prompt
+    every = jnp.int32(cache.layout.segment_tokens) if retention is None else retention.every
     ok = check_lease(cache, lease) & stamps_hold(cache, lease, lease.length)
 
     def one(c: Cache, x):
-        lease, tokens, length, ok = x
+        lease, tokens, length, prompt, ok = x
         length = jnp.where(ok, jnp.clip(length, 0, lease.length), 0)
-        return _publish_one(c, lease, tokens, length, ok, partial)
+        return _publish_one(c, lease, tokens, length, prompt, every, ok, partial)
 
-    cache, (lease, n) = jax.lax.scan(one, cache, (lease, tokens, length, ok))
+    cache, (lease, n) = jax.lax.scan(one, cache, (lease, tokens, length, prompt, ok))
+    cache, lease = advance(cache, lease, ok)
     return cache, lease, n
 
 
-def _publish_one(cache: Cache, lease: Lease, tokens, length, ok, partial: bool):
+def _publish_one(cache: Cache, lease: Lease, tokens, length, prompt, every, ok, partial: bool):
     """For one request: all arguments without the axis Q."""
     lay, need = cache.layout, lease.need
     B, N, S = lay.segment_tokens, lay.segments, lease.rows.shape[0]
@@ -121,9 +135,25 @@ def _publish_one(cache: Cache, lease: Lease, tokens, length, ok, partial: bool):
     at = jnp.where(fresh & (parent < N), parent, N)
     children = add(cache.table.children, at, jnp.ones(S, jnp.int32))
     cache = dataclasses.replace(cache, table=dataclasses.replace(cache.table, children=children))
+    cache = _value(cache, jnp.where(ok, rows, N), canon, fresh, length, prompt, every)
     version = jnp.where(fresh, take(cache.table.version, rows, 0), lease.version)
     lease = dataclasses.replace(lease, version=version, own=lease.own & ~(fresh & (n < B)))
     return cache, (lease, jnp.sum(fresh, dtype=jnp.int32))
+
+
+def _value(cache: Cache, rows, canon, fresh, length, prompt, every) -> Cache:
+    """What the windows of each segment are worth, and that its whole chain was used now."""
+    t, N = cache.table, cache.layout.segments
+    rows = jnp.where(take(t.length, rows, 0) > 0, rows, N)
+    new = worth(cache, canon, length, prompt, every)
+    new = jnp.maximum(new, take(t.worth, rows, 0))
+    chain = jnp.concatenate([rows, jnp.where(rows < N, canon, N)])
+    old = take(t.used, chain, 0)
+    history = jnp.arange(FORMS) == Form.COMPRESSED
+    touched = jnp.where(history[None], cache.clock, old)
+    touched = jnp.where(jnp.concatenate([fresh, fresh])[:, None], cache.clock, touched)
+    table = dataclasses.replace(t, worth=put(t.worth, rows, new), used=put(t.used, chain, touched))
+    return dataclasses.replace(cache, table=table)
 
 
 def _describe(cache, lease, rows, fresh, parent, n, begin, after, before, need) -> Cache:
@@ -269,11 +299,12 @@ def _give_back(cache: Cache, lease: Lease, ok, need: Need, bad):
         pool, n = pools[g], lay.segment_pages(spec)
         at = jnp.where(give[:, g], rows, N)
         each = jnp.repeat(give[:, g], n)
-        pool = push_pages(pool, take(pages[g], at, 0).reshape(-1), each, N)
         mine = lease.pages[g]
-        owner = put(pool.owner, jnp.where(each, mine, pool.owner.shape[0]), jnp.repeat(rows, n))
+        old, pages[g] = swap(pages[g], rows, at, mine.reshape(S, n))
+        pool = push_pages(pool, old.reshape(-1), each, N)
+        kept = jnp.where(each & (mine > 0), mine, pool.owner.shape[0])  # trim may have taken some
+        owner = put(pool.owner, kept, jnp.repeat(rows, n))
         pools[g] = dataclasses.replace(pool, owner=owner)
-        pages[g] = put(pages[g], at, mine.reshape(S, n))
     changed = jnp.any(give, axis=1)
     at = jnp.where(changed, rows, N)
     forms = jnp.stack([jnp.any(give[:, list(lay.form_groups(f))], axis=1) for f in Form], axis=1)

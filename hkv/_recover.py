@@ -12,7 +12,7 @@ from hkv._arguments import check_array, check_type
 from hkv._availability import Reason
 from hkv._cache import Cache, rows_of
 from hkv._identity import asked
-from hkv._lease import FOREVER, Lease, check_fits, check_lease
+from hkv._lease import FOREVER, Lease, advance, check_fits, check_lease
 from hkv._route import Plan
 from hkv._rules import Kind, required
 from hkv._verify import check_abi, check_bytes, first_reason
@@ -68,7 +68,8 @@ def _recover(run, params, cache: Cache, lease: Lease, plan: Plan, tokens, chunk:
     T = tokens.shape[1]
     closed = lay.closed[None]
     # Another request's plan, or other tokens than the prompt's, are not carried out at all.
-    mine = plan.asked == lease.serial[:, 1]
+    held = check_lease(cache, lease)
+    mine = plan.word == lease.serial[:, 1]
     prompt = jax.vmap(asked)(tokens, plan.prefill[:, 1], lease.need) == plan.asked
     right = mine & prompt
     zero = jnp.zeros_like(plan.fill)
@@ -122,13 +123,14 @@ def _recover(run, params, cache: Cache, lease: Lease, plan: Plan, tokens, chunk:
     # What is held now, exactly; from here on new tokens are written.
     lo = jnp.stack([required(g.rule, resume)[0] for g in lay.groups], 1)
     lo = jnp.where(closed, 0, jnp.minimum(lo, have[..., 0]))
-    held = jnp.stack([lo, jnp.broadcast_to(resume[:, None], lo.shape)], -1)
+    rows = jnp.stack([lo, jnp.broadcast_to(resume[:, None], lo.shape)], -1)
     ahead = jnp.stack([jnp.broadcast_to(resume[:, None], lo.shape), jnp.full_like(lo, FOREVER)], -1)
     lease = dataclasses.replace(
         lease,
-        have=jnp.where(right[:, None, None], held, 0),
+        have=jnp.where(right[:, None, None], rows, 0),
         write=jnp.where(right[:, None, None], ahead, FOREVER),
     )
+    cache, lease = advance(cache, lease, held)
     why = verify_lease(cache, lease)
     why = jnp.where(prompt, why, jnp.uint8(Reason.TOKENS))
     return cache, lease, jnp.where(mine, why, jnp.uint8(Reason.LIFECYCLE))

@@ -13,7 +13,7 @@ import numpy as np
 
 from hkv._arguments import check_type
 from hkv._availability import Availability
-from hkv._identity import Need
+from hkv._identity import Need, fold
 from hkv._layout import Layout
 from hkv._rules import Kind, replay_start, required
 
@@ -40,10 +40,12 @@ def costs(prefill: float = 1.0, replay: float = 1.0, recover: float = 0.0) -> Co
             raise TypeError(f"`{name}` is {value!r}; give a number")
         if math.isnan(value) or value < 0:
             raise ValueError(f"`{name}` is {value}; give a price of 0 or more")
-    if math.isinf(prefill):
+    with np.errstate(over="ignore"):
+        prices = [np.float32(x) for x in (prefill, replay, recover)]
+    if np.isinf(prices[0]):
         raise ValueError("`prefill` is infinite; then nothing could be run cold")
-    prices = dict(prefill=prefill, replay=replay, recover=recover)
-    return Costs(**jax.device_put({k: np.float32(v) for k, v in prices.items()}))
+    names = ("prefill", "replay", "recover")
+    return Costs(**dict(zip(names, jax.device_put(prices), strict=True)))
 
 
 @jax.tree_util.register_dataclass
@@ -66,6 +68,7 @@ class Plan:
     cold: jax.Array  # f32[Q], cost of prefilling everything
     need: Need  # what was asked with
     asked: jax.Array  # u32[Q], digest of prompt and need
+    word: jax.Array  # u32[Q], digest of the whole plan; see `signed`
     layout: Layout = jax.tree.static()
 
     def __repr__(self) -> str:
@@ -108,7 +111,17 @@ def route(availability: Availability, costs: Costs) -> Plan:
 
 @jax.jit
 def _route(availability: Availability, costs: Costs) -> Plan:
-    return jax.vmap(lambda a: _route_one(a, costs))(availability)
+    return signed(jax.vmap(lambda a: _route_one(a, costs))(availability))
+
+
+def signed(plan: Plan) -> Plan:
+    """The plan with `word` renewed: a lease is recovered with the very plan it was admitted by."""
+
+    def one(p: Plan):
+        ranges = (p.resume, p.fill, p.fill_start, p.replay, p.have, p.fill_groups, p.replay_groups)
+        return fold(p.asked, *(a.astype(jnp.int32) for a in ranges))
+
+    return dataclasses.replace(plan, word=jax.vmap(one)(plan))
 
 
 def _route_one(a: Availability, costs: Costs) -> Plan:
@@ -188,6 +201,7 @@ def _route_one(a: Availability, costs: Costs) -> Plan:
         cold=cold,
         need=a.need,
         asked=a.asked,
+        word=a.asked,
         layout=lay,
     )
 

@@ -5,6 +5,7 @@ bookkeeping goes through these. A slot number out of `[0, size)` reads the fill,
 """
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels._index import put as put
 from pallas_kernels._index import take as take
@@ -13,3 +14,13 @@ from pallas_kernels._index import take as take
 def add(a: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Array:
     """`a` with `values` added at `slots`; out-of-range slots are dropped, repeats add up."""
     return a.at[slots].add(values, mode="drop", wrap_negative_indices=False)
+
+
+def swap(a: jax.Array, rows: jax.Array, at: jax.Array, values) -> tuple[jax.Array, jax.Array]:
+    """`a` (numbers of 0 or more) as it is at `rows`, and with `values` at the slots `at`.
+
+    The write waits for the read as a matter of data, or XLA for a CPU copies `a` to read it later.
+    """
+    old = take(a, rows, 0)
+    at = jnp.where(jnp.any(old < 0), a.shape[0], at)  # which never is
+    return old, put(a, at, values)

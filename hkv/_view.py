@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from hkv._arguments import check_array, check_type
 from hkv._cache import Cache
 from hkv._lease import Lease, check_fits, check_lease
+from hkv._lease import advance as next_lease
 from hkv._rules import Kind, required
 from hkv._slots import put, take
 from pallas_kernels import gather_rows, scatter_rows
@@ -247,6 +248,8 @@ def append(
     if advance:
         moved = jnp.where(ok, done.position + done.count, lease.length)
         lease = dataclasses.replace(lease, length=moved)
-        slot = jnp.where(ok & (done.count > 0), lease.slot, lay.leases)
+        more = ok & (done.count > 0)
+        slot = jnp.where(more, lease.slot, lay.leases)
         cache = dataclasses.replace(cache, reached=put(cache.reached, slot, moved))
+        cache, lease = next_lease(cache, lease, more)
     return dataclasses.replace(cache, pools=tuple(pools)), lease, ok

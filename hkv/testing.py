@@ -248,6 +248,9 @@ def _check_pool(c: Any, g: int, found: _Problems) -> None:
     pages = t.pages[g]
     found.unless((pages >= 0) & (pages < P), "row and column {} name a page out of range", name)
     pages = np.where((pages >= 0) & (pages < P), pages, 0)
+    held = (t.length > 0) | (t.pins > 0)
+    found.unless(held[:, None] | (pages == 0), "row and column {} name a page, but the row is free",
+                 name)  # fmt: skip
     times = np.bincount(pages.reshape(-1), minlength=P)
     times[0] = 0  # which stands for no page
     found.unless(times <= 1, "page {} is in the table more than once", name)
@@ -277,7 +280,9 @@ def _check_leases(c: Any, leases: Sequence[Any], found: _Problems) -> None:
     private = [np.full(g.pages, N, int) for g in lay.groups]
     for x in leases:
         for q, slot in enumerate(x.slot):
-            if not (0 <= slot < M and x.serial[q, 0] and (c.serials[slot] == x.serial[q]).all()):
+            if not (
+                0 <= slot < M and x.serial[q, 0] and (c.serials[slot] == x.serial[q])[:2].all()
+            ):
                 continue
             slots[slot] += 1
             np.add.at(pins, x.rows[q][x.rows[q] < N], 1)

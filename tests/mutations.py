@@ -109,7 +109,7 @@ def _lease_of(store, rows, cache):
     n = jnp.asarray(np.array([len(levels.PROMPT)], np.int32))
     have = jnp.broadcast_to(jnp.asarray(np.array([0, len(levels.PROMPT)], np.int32)), (1, G, 2))
     return hkv.Lease(
-        slot=jnp.zeros(1, jnp.int32), serial=jnp.full((1, 2), 7, jnp.uint32), rows=at,
+        slot=jnp.zeros(1, jnp.int32), serial=jnp.full((1, 3), 7, jnp.uint32), rows=at,
         version=cache.table.version[at], own=jnp.zeros((1, S), bool),
         pages=tuple(p[at].reshape(1, -1) for p in cache.table.pages),
         written=jnp.moveaxis(cache.table.written[at], 1, 2),
@@ -261,8 +261,8 @@ def mutations():
         "return held", lease_version,
     )  # fmt: skip
     source(
-        "lease: serial off", _lease.holds,
-        "take(cache.serials, lease.slot, 0) == lease.serial", "lease.serial == lease.serial",
+        "lease: serial off", _lease.held_by,
+        "(take(cache.serials, lease.slot, 0) == lease.serial)", "(lease.serial == lease.serial)",
         lease_serial,
     )  # fmt: skip
     swap("lease: stamps off", _view.stamps_hold, _stamps_always_hold, *LEASE_CASES[2:])

@@ -216,6 +216,7 @@ class Store:
             provenance=jnp.asarray(np.array([a.provenance for a in asked], np.uint8)),
             abi=jnp.asarray(np.repeat(lay.abi[None], len(asked), 0)),
             codes=jnp.asarray(np.repeat(self.codes[None], len(asked), 0)),
+            tenant=jnp.zeros(len(asked), jnp.uint32),
         )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import hkv
+from hkv._route import signed
 from hkv.nn import bind
 
 
@@ -95,12 +96,12 @@ class Runner:
         plan = self.lib.route(self.query(prompts, need), hkv.costs())
         gone = {n: jnp.zeros_like(getattr(plan, n)) for n in
                 ("version", "mark", "resume", "fill", "fill_start", "replay", "have")}  # fmt: skip
-        return dataclasses.replace(
+        return signed(dataclasses.replace(
             plan, **gone, rows=jnp.full_like(plan.rows, self.layout.segments),
             fill_groups=jnp.zeros_like(plan.fill_groups),
             replay_groups=jnp.zeros_like(plan.replay_groups),
             prefill=plan.prefill.at[:, 0].set(0),
-        )  # fmt: skip
+        ))  # fmt: skip
 
     def recover(self, lease, plan, prompts):
         tokens, _ = self.pad(prompts)

@@ -22,6 +22,7 @@ from hkv import Form
 T = B * S
 G = len(LEVELS.groups)
 OTHER = layout(group("x", hkv.history(1)), B=B, S=S, segments=9, leases=2)
+FORMS = np.ones(5, bool)
 SHORT = dataclasses.replace(LEVELS, buckets=(B, T))
 
 
@@ -249,10 +250,21 @@ BAD = [
     ("check_lease", "no cache", TypeError, "cache", lambda k: hkv.check_lease(LEVELS, k.lease)),
     ("check_lease", "no lease", TypeError, "lease", lambda k: hkv.check_lease(k.cache, k.plan)),
     ("set_caps", "no cache", TypeError, "cache", lambda k: hkv.set_caps(LEVELS, {})),
-    ("set_caps", "a number", TypeError, "caps", lambda k: hkv.set_caps(k.cache, 3)),
-    ("set_caps", "disk", ValueError, "caps", lambda k: hkv.set_caps(k.cache, {Form.DISK: 1})),
-    ("set_caps", "unknown form", ValueError, "caps", lambda k: hkv.set_caps(k.cache, {"W": 1})),
-    ("set_caps", "negative", ValueError, "caps", lambda k: hkv.set_caps(k.cache, {Form.WINDOW: -1})),
+    ("set_caps", "a number", TypeError, "pages", lambda k: hkv.set_caps(k.cache, 3)),
+    ("set_caps", "disk", ValueError, "pages", lambda k: hkv.set_caps(k.cache, {Form.DISK: 1})),
+    ("set_caps", "unknown form", ValueError, "pages", lambda k: hkv.set_caps(k.cache, {"W": 1})),
+    ("set_caps", "negative", ValueError, "pages", lambda k: hkv.set_caps(k.cache, {Form.WINDOW: -1})),
+    ("set_caps", "bytes of nothing", ValueError, "bytes", lambda k: hkv.set_caps(k.cache, bytes={(): 1})),
+    ("set_caps", "pages of several", ValueError, "pages", lambda k: hkv.set_caps(k.cache, {("c", "w"): 1})),
+    ("set_caps", "no place", ValueError, "tenant", lambda k: hkv.set_caps(k.cache, {}, tenant="a")),
+    ("transition", "no cache", TypeError, "cache", lambda k: hkv.transition(LEVELS, i32(1), FORMS, hkv.Life.STALE)),
+    ("transition", "rows", TypeError, "rows", lambda k: hkv.transition(k.cache, [1], FORMS, hkv.Life.STALE)),
+    ("transition", "forms", ValueError, "forms", lambda k: hkv.transition(k.cache, i32(1), FORMS[:2], hkv.Life.STALE)),
+    ("transition", "life", TypeError, "life", lambda k: hkv.transition(k.cache, i32(1), FORMS, 3)),
+    ("retention", "negative", ValueError, "every", lambda k: hkv.retention(-1)),
+    ("retention", "float", TypeError, "every", lambda k: hkv.retention(1.5)),
+    ("publish", "prompt", TypeError, "prompt", lambda k: hkv.publish(k.cache, k.lease, k.tokens, k.length, prompt=3)),
+    ("publish", "retention", TypeError, "retention", lambda k: hkv.publish(k.cache, k.lease, k.tokens, k.length, retention=3)),
     *((f, "no cache", TypeError, "cache", lambda k, f=f: getattr(hkv, f)(LEVELS, k.lease)) for f in ("release", "trim")),
     *((f, "no lease", TypeError, "lease", lambda k, f=f: getattr(hkv, f)(k.cache, k.plan)) for f in ("release", "trim")),
     *((f, "another layout", ValueError, "lease", lambda k, f=f: getattr(hkv, f)(k.cache, k.olease)) for f in ("release", "trim")),

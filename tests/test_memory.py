@@ -7,7 +7,7 @@ import pytest
 import tiny
 
 import hkv
-from hkv import _admit, _evict, _lease, _publish, _query, _recover, _reindex, _verify
+from hkv import _admit, _evict, _lease, _publish, _query, _recover, _reindex, _room, _verify
 from hkv.testing import aliasing
 
 Q = 2
@@ -42,8 +42,8 @@ def programs(dtype, row):
         "recover": (
             _recover._recover, tiny.replay, weights, cache, lease, plan, tokens, tiny.CHUNK,
         ),
-        "publish": (_publish._publish, cache, lease, tokens, length, True),
-        "evict": (_evict._evict, cache, pages),
+        "publish": (_publish._publish, cache, lease, tokens, length, None, None, True),
+        "evict": (_room._evict, cache, pages),
         "drop": (_evict._drop, cache, count, jnp.zeros(len(hkv.Form), bool)),
         "invalidate": (_evict._invalidate, cache, marks),
         "update_indexer": (_reindex._update, cache, count, entries, jnp.uint32(1)),

@@ -9,6 +9,7 @@ import pytest
 import tiny
 
 import hkv
+from hkv.testing import invariants
 
 
 class Two:
@@ -247,7 +248,7 @@ def test_a_plan_of_another_request_is_not_carried_out(two):
     plan = hkv.route(available, hkv.costs())
     swapped = jax.tree.map(lambda a: a[::-1], plan)
     two.cache, lease, _ = hkv.admit(two.cache, plan, length)
-    two.cache, _, why = hkv.recover(
+    two.cache, lease, why = hkv.recover(
         tiny.replay, jnp.float32(1), two.cache, lease, swapped, tokens, chunk=tiny.CHUNK
     )
     assert (np.asarray(why) == hkv.Reason.LIFECYCLE).all()
@@ -255,3 +256,77 @@ def test_a_plan_of_another_request_is_not_carried_out(two):
         tiny.replay, jnp.float32(1), two.cache, lease, plan, tokens, chunk=tiny.CHUNK
     )
     assert (np.asarray(why) == hkv.Reason.OK).all()
+
+
+# Of a lease only the newest counts.
+
+
+@pytest.mark.parametrize("verb", ["append", "publish", "trim", "recover"])
+def test_the_lease_before_a_change_no_longer_holds(two, verb):
+    need = two.need()
+    two.serve([OLD[:32], []], need)
+    rows = jnp.arange(two.cache.layout.segments, dtype=jnp.int32)
+    two.cache, _ = hkv.drop(two.cache, rows, jnp.asarray([f is hkv.Form.WINDOW for f in hkv.Form]))
+    tokens, length, available = two.ask([OLD, []], need)
+    plan = hkv.route(available, hkv.costs())
+    two.cache, old, _ = hkv.admit(two.cache, plan, length + 8)
+
+    def recovered(lease):
+        return hkv.recover(
+            tiny.replay, jnp.float32(1), two.cache, lease, plan, tokens, chunk=tiny.CHUNK
+        )
+
+    if verb == "recover":
+        two.cache, new, _ = recovered(old)
+    else:
+        two.cache, old, _ = recovered(old)
+        if verb == "append":
+            new = _run(two, old, tokens, length)
+        elif verb == "publish":
+            old = _run(two, old, tokens, length)
+            two.cache, new, _ = hkv.publish(two.cache, old, tokens, length)
+        else:
+            old = _run(two, old, tokens, length)
+            two.cache, new = hkv.trim(two.cache, old)
+    assert np.asarray(hkv.check_lease(two.cache, new))[0]
+    assert not np.asarray(hkv.check_lease(two.cache, old))[0]
+    kept = jax.device_get((two.cache.table, [p.owner for p in two.cache.pools]))
+    two.cache, after = hkv.trim(two.cache, old)
+    two.cache, after, listed = hkv.publish(two.cache, after, tokens, length)
+    assert int(listed[0]) == 0
+    for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(jax.device_get(
+        (two.cache.table, [p.owner for p in two.cache.pools]))), strict=True):  # fmt: skip
+        np.testing.assert_array_equal(a, b)
+    invariants(two.cache, [new])
+    two.cache = hkv.release(two.cache, old)  # whichever is at hand gives everything back
+    invariants(two.cache, [])
+
+
+def test_a_draft_that_was_taken_back_cannot_go_on_beside_what_replaced_it(two):
+    lease, tokens, length = _admitted(two, OLD, two.need())
+    lease = _run(two, lease, tokens, length)
+    drafts = tokens.at[0, 40:44].set(7)
+    count = jnp.asarray([4, 0], jnp.int32)
+    two.cache, draft, _, ok = tiny.step(jnp.float32(1), two.cache, lease, drafts, count)
+    back = dataclasses.replace(draft, length=draft.length - count)
+    other = tokens.at[0, 40:44].set(8)
+    two.cache, kept, out, ok = tiny.step(jnp.float32(1), two.cache, back, other, count)
+    want = tiny.dense(np.array([*OLD, 8, 8, 8, 8]), row=4)
+    assert bool(ok[0])
+    np.testing.assert_array_equal(np.asarray(out)[0, :4], want[40:])
+    *_, ok = tiny.step(jnp.float32(1), two.cache, draft, drafts, count)
+    assert not bool(ok[0])
+
+
+def test_a_request_is_recovered_with_the_plan_it_was_admitted_by(two):
+    two.serve([OLD, []], two.need())
+    rows = jnp.arange(two.cache.layout.segments, dtype=jnp.int32)
+    two.cache, _ = hkv.drop(two.cache, rows, jnp.asarray([f is hkv.Form.WINDOW for f in hkv.Form]))
+    tokens, length, available = two.ask([[*OLD, 1], []], two.need())
+    plan, cold = (hkv.route(available, hkv.costs(replay=x)) for x in (1.0, float("inf")))
+    assert int(cold.resume[0]) < int(plan.resume[0])
+    two.cache, lease, _ = hkv.admit(two.cache, plan, length)
+    two.cache, lease, why = hkv.recover(
+        tiny.replay, jnp.float32(1), two.cache, lease, cold, tokens, chunk=tiny.CHUNK
+    )
+    assert why[0] == hkv.Reason.LIFECYCLE

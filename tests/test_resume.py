@@ -35,6 +35,7 @@ from spoils import Expected, Story, World
 
 import hkv
 from hkv import Blocker, Form, Reason, Verdict
+from hkv._route import signed
 from hkv.models.deepseek_v4 import DeepseekV4, groups, mini_config
 from hkv.nn import bind
 
@@ -546,6 +547,7 @@ def run_late(bench, batch, spoil, field, late):
         plan = dataclasses.replace(plan, replay=plan.replay.at[:, 0].add(shift))
     else:
         plan = dataclasses.replace(plan, fill_start=plan.fill_start + shift)
+    plan = signed(plan)
     lease, _ = r.admit(plan, batch.lengths)
     lease, why = r.recover(lease, plan, batch.prompts)
     fine = np.asarray(why) == Reason.OK  # where a whole page was not made, that is noticed

@@ -1,0 +1,274 @@
+"""Admission in order of arrival: the first in line waits for room, and nobody overtakes it.
+
+A request reserves all that it can need in one program, so no two of them wait for each other.
+"""
+
+import bisect
+import dataclasses
+import math
+import time
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hkv._admit import Blocker, Verdict, admit, lease
+from hkv._arguments import check_int
+from hkv._availability import Reason
+from hkv._counters import Numbers, count, numbers
+from hkv._owner import Owner, StateLost
+from hkv._query import query
+from hkv._recover import recover
+from hkv._request import Cancelled, Closed, Refused, Request, State, Waiting
+from hkv._route import Costs, Plan, costs, route, signed
+
+TRIES = 8  # admissions begun again before a request runs cold, and as many before it gives up
+PAUSE = 0.05  # seconds between looks at leases whose release was interrupted
+ROOM = (Blocker.ROWS, Blocker.PAGES, Blocker.CAP)
+
+
+class Line(Owner):
+    """The part of a manager that admits; `Manager` is the class to use."""
+
+    def __init__(self, layout, sharding, identity, *, replay, params, chunk, prices: Costs | None):
+        super().__init__(layout, sharding, identity)
+        self.replay, self.params = replay, params
+        self.chunk = layout.segment_tokens if chunk is None else chunk
+        self._strict = costs(replay=math.inf)
+        self._costs = self._strict if replay is None else (prices or costs(recover=1.0))
+        self._line: list[Request] = []  # in order of arrival
+        self._arrivals = 0
+        self._running: set[Request] = set()  # whoever holds or may hold a lease
+        self._closed = False
+
+    def waiting(self) -> list[Waiting]:
+        """Who stands in line, and what each waits for."""
+        with self._lock:
+            return [r.waited() for r in self._line]
+
+    def _reroute(self) -> None:
+        for request in self._running:
+            request.state = State.LOST
+            request._torn = request._last > self._settled
+        self._running.clear()
+
+    def _request(self, prompt, total, bucket, identity, timeout, reading) -> Request:
+        ids = token_ids(prompt)
+        total = len(ids) if total is None else total
+        check_int("total", total, len(ids))
+        T = self.layout.bucket(total)
+        if bucket is not None:
+            fit = [n for n in self.layout.buckets if n >= T]
+            if bucket not in fit:
+                raise ValueError(f"`bucket` is {bucket!r}; give one of {fit}")
+            T = bucket
+        tokens = np.zeros((1, T), np.int32)
+        tokens[0, : len(ids)] = ids
+        self._need(T, identity)  # refuses what is no identity now, not later
+        return Request(
+            self, tokens, len(ids), total, identity=identity, timeout=timeout, reading=reading
+        )
+
+    def _join(self, request: Request) -> None:
+        """Under the lock: to the end of the line."""
+        if self._closed:
+            raise Closed("the manager was shut down")
+        if request.state is not State.NEW:
+            raise RuntimeError(f"the request is {request.state.value}; make another")
+        self._arrivals += 1
+        request.state, request._place = State.WAITING, self._arrivals
+        request._since = time.monotonic()
+        self._line.append(request)
+
+    def _enter(self, request: Request) -> None:
+        """Waits until a request is admitted and recovered; on any error it holds nothing."""
+        with self._lock:
+            if request not in self._line:
+                self._join(request)
+        try:
+            self._arrive(request)
+        except BaseException as error:
+            with self._lock:
+                c = self._counts
+                c.refused += isinstance(error, Refused)
+                c.timeouts += isinstance(error, TimeoutError) and bool(request.timeout)
+                c.cancelled += isinstance(error, Cancelled)
+                self._leave(request)
+                request.state = State.DONE
+            raise
+
+    def _arrive(self, request: Request) -> None:
+        tries = 0
+        while True:
+            self._take_turn(request)
+            got = self._try(request, cold=tries >= TRIES)
+            if got and self._recovered(request):
+                break
+            if got is False:
+                continue
+            tries += 1
+            if tries == 2 * TRIES:
+                raise StateLost(f"admission was begun {tries} times, and lost each time")
+            with self._lock:
+                self._counts.rerouted += 1
+                self._leave(request)
+                request.state, request._seen = State.WAITING, -1
+                bisect.insort(self._line, request, key=lambda r: r._place)
+        if request.cancelled:
+            raise Cancelled("the request was cancelled while it waited", request)
+
+    def _leave(self, request: Request) -> None:
+        """Under the lock: out of the line, and back with what it may hold."""
+        if request in self._line:
+            self._line.remove(request)
+        if request in self._running:
+            self._running.discard(request)
+            if request.lease is not None:
+                self._end(request.lease, request._last)
+        self._sweep()
+        self._notify()
+
+    def _take_turn(self, request: Request) -> None:
+        """Waits until a request is the first in line and something changed since its last try."""
+        with self._changed:
+            while True:
+                if request.cancelled:
+                    raise Cancelled("the request was cancelled while it waited", request)
+                if self._closed:
+                    raise Closed("the manager was shut down")
+                if self._line[0] is request and request._seen != self._changes:
+                    return
+                left = math.inf
+                if request.timeout is not None:
+                    left = request._since + request.timeout - time.monotonic()
+                if left <= 0:
+                    w = request.waited()
+                    numbers = "" if w.admission is None else f"; {w.admission!r}"
+                    raise TimeoutError(
+                        f"not admitted within {request.timeout} s: {w.blocker}{numbers}"
+                    )
+                if self._ended:  # whoever was to release them may have been interrupted
+                    before = self._changes
+                    self._sweep()
+                    if self._changes != before:
+                        continue
+                    left = min(left, PAUSE)
+                self._changed.wait(None if left == math.inf else left)
+
+    def _try(self, request: Request, cold: bool) -> bool | None:
+        """One try of the first in line: True admitted, False it waits, None to be begun again."""
+        n = self._attempt(request, cold)
+        if n is None:
+            return None
+        # What a plan keeps pinned may be the very pages that the rest of the request needs.
+        stuck = n.verdict == Verdict.REFUSE or (n.verdict == Verdict.WAIT and request._alone)
+        if stuck and n.resume > 0 and n.blocker in ROOM:
+            n, cold = self._attempt(request, True), True
+            if n is None:
+                return None
+        with self._lock:
+            if request.state is State.LOST:
+                return None
+            if n.verdict == Verdict.ADMIT:
+                self._line.remove(request)
+                request.resume, request._replays = n.resume, n.replayed
+                self._counts.admit(n, cold=cold, reading=request.reading)
+                self._notify()
+                return True
+            self._running.discard(request)
+            era = self.era
+        answer = self._fetch(request._answer, era)
+        if answer is None or n.blocker == Blocker.CHANGED:
+            return None
+        if n.verdict == Verdict.REFUSE:
+            raise Refused(answer)
+        with self._lock:
+            count(self._counts.waits, [Blocker(n.blocker).name], [1])
+            request.admission = answer
+            self._changed.notify_all()
+        return False
+
+    def _attempt(self, request: Request, cold: bool) -> Numbers | None:
+        """Query, route and admit in one go, and the numbers of the outcome; None if lost."""
+        length, total = request._numbers
+        with self._lock:
+            self._sweep()
+            request._alone = not (self._running - {request}) and not self._ended
+            need = self._need(request.tokens.shape[1], request.identity)
+            found = query(self._state(), request.tokens, length, need)
+            plan = route(found, self._strict if request.reading else self._costs)
+            plan = no_reuse(plan) if cold else plan
+
+            def take(cache):
+                out = lease(cache, plan) if request.reading else admit(cache, plan, total)
+                request.lease = out[1]  # here, so that no interrupt can come in between
+                return out
+
+            request.lease, request.plan, request.availability = cast(Any, None), plan, found
+            request._seen, request._params = self._changes, self.params
+            self._running.add(request)
+            _, answer = self._commit(take)
+            request._answer = answer
+            free = tuple(p.n_free for p in self._state().pools)
+            packed = numbers(found, plan, answer, free)
+            era = self.era
+        packed = self._fetch(packed, era)
+        if packed is None:
+            return None
+        n = Numbers.of(self.layout, packed)
+        with self._lock:
+            names = [g.form.name for g in self.layout.groups]
+            count(self._counts.evictions, names, n.evicted)
+        return n
+
+    def _recovered(self, request: Request) -> bool:
+        """Carries out what an admitted request's plan says; False if it must be planned again."""
+        why: Any = np.zeros(1, np.uint8)
+        if request._replays:
+            with self._lock:
+                if request.state is State.LOST:
+                    return False
+                era = self.era
+                request.lease, why = self._commit(
+                    lambda cache: recover(
+                        self.replay, request._params, cache, request.lease, request.plan,
+                        request.tokens, chunk=self.chunk,
+                    )
+                )  # fmt: skip
+            why = self._fetch(why, era)
+        with self._lock:
+            if request.state is State.LOST or why is None or why[0] != Reason.OK:
+                return False
+            request.state = State.RUNNING
+        return True
+
+    def _cancel(self, request: Request) -> None:
+        with self._lock:
+            request.cancelled = True
+            self._changed.notify_all()
+
+
+def token_ids(prompt: Any) -> np.ndarray:
+    """A prompt's token ids as an array, checked; `bytes` are ids of a byte-level model."""
+    ids = np.frombuffer(prompt, np.uint8) if isinstance(prompt, bytes) else np.asarray(prompt)
+    if ids.ndim != 1:
+        raise ValueError(f"`prompt` has {ids.ndim} axes; give a sequence of token ids")
+    if ids.size and ids.dtype.kind not in "iu":
+        raise TypeError(f"`prompt` holds {ids.dtype}; give integer token ids")
+    if ids.size and (ids.min() < 0 or ids.max() >= 2**31):
+        raise ValueError(f"`prompt` holds ids from {ids.min()} to {ids.max()}; ids are 0 or more")
+    return ids
+
+
+@jax.jit
+def no_reuse(plan: Plan) -> Plan:
+    """The plan that reuses nothing."""
+    names = (
+        "version", "mark", "resume", "fill", "fill_start", "fill_groups", "replay",
+        "replay_groups", "have",
+    )  # fmt: skip
+    zero: dict[str, Any] = {n: jnp.zeros_like(getattr(plan, n)) for n in names}
+    rows = jnp.full_like(plan.rows, plan.layout.segments)
+    prefill = plan.prefill.at[:, 0].set(0)
+    return signed(dataclasses.replace(plan, **zero, rows=rows, prefill=prefill, cost=plan.cold))
