@@ -26,7 +26,7 @@ class View:
 
     cache: Cache
     lease: Lease
-    position: jax.Array  # i32[Q], absolute position of the chunk's first token
+    position: jax.Array  # i32[Q], of the chunk's first token, from the start of the request
     count: jax.Array  # i32[Q], tokens of the chunk that are real
     ok: (
         jax.Array
@@ -223,6 +223,10 @@ def append(
         lo, hi = done.position[:, None], (done.position + done.count)[:, None]
         theirs = (begin < hi) & (begin + lay.segment_tokens > lo) & ~own
         ok &= (done.count <= 0) | ~(jnp.any(theirs, 1) | jnp.any(lo < lease.write[..., 0], 1))
+    for name, layers in done.pending.items():  # a chunk narrower than `count` says is not stored
+        u = lay.groups[lay.group(name)].rule.unit
+        closing = (done.position + done.count) // u - done.position // u
+        ok &= jnp.stack([closing <= x.shape[1] for x in layers.values()]).all(0)
     for name, layers in done.pending.items():
         g = lay.group(name)
         spec, pool = lay.groups[g], cache.pools[g]

@@ -10,6 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from payload import QUICK
 
 import hkv
 from hkv import Form, Life
@@ -32,10 +33,6 @@ ASKED = np.array([7, 7, 7, 4], np.int32)  # tokens of the prompt; up to `TOTAL` 
 TOTAL = np.array([8, 8, 8, 4], np.int32)
 OF = (0, 1, 1, 1)  # whose prompt each is
 IDLE, PLANNED, ADMITTED, RUNNING, FAILED = range(5)
-QUICK = {
-    "xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True,
-    "xla_cpu_use_fusion_emitters": False,
-}  # fmt: skip
 
 
 # The model: a window layer below a layer that reads all of a history compressed two to one.

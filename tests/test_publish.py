@@ -330,3 +330,13 @@ def test_a_request_is_recovered_with_the_plan_it_was_admitted_by(two):
         tiny.replay, jnp.float32(1), two.cache, lease, cold, tokens, chunk=tiny.CHUNK
     )
     assert why[0] == hkv.Reason.LIFECYCLE
+
+
+def test_a_chunk_narrower_than_its_count_is_not_stored(two):
+    lease, tokens, length = _admitted(two, OLD, two.need())
+    view = hkv.view(two.cache, lease, jnp.asarray([2 * tiny.CHUNK, 0], jnp.int32))
+    _, view = tiny.forward(jnp.float32(1), tokens[:, : tiny.CHUNK], view)
+    two.cache, lease, ok = hkv.append(view)
+    assert not bool(ok[0]) and int(lease.length[0]) == 0
+    two.cache, _, listed = hkv.publish(two.cache, lease, tokens, length)
+    assert int(listed[0]) == 0
