@@ -76,7 +76,7 @@ def _zeros(_, tokens, view):
 
 
 @functools.partial(jax.jit, donate_argnames=("cache",), static_argnames=("chunk", "partial"))
-def serve(cache, tokens, length, whole, need, prices, retention, ranked, *, chunk, partial):
+def serve(cache, tokens, length, whole, need, prices, retention, *, chunk, partial):
     """One request from query to release.
 
     Args:
@@ -87,7 +87,6 @@ def serve(cache, tokens, length, whole, need, prices, retention, ranked, *, chun
         need: of the query.
         prices: of the route.
         retention: of the publication.
-        ranked: `u8[]` 0 to forget what the retention said, so that only recency counts.
         chunk: tokens per step of a replay; 0 where the layout never needs one.
         partial: whether the last, partly filled segment is stored as well.
 
@@ -107,10 +106,16 @@ def serve(cache, tokens, length, whole, need, prices, retention, ranked, *, chun
     cache, lease, listed = hkv.publish(
         cache, lease, tokens, prompt, prompt=whole, retention=retention, partial=partial
     )
-    table = dataclasses.replace(cache.table, worth=cache.table.worth * ranked)
-    cache = hkv.release(dataclasses.replace(cache, table=table), lease)
+    cache = hkv.release(cache, lease)
     start = jnp.where(plan.replay[:, 0] < plan.replay[:, 1], plan.replay[:, 0], plan.resume)
-    out = (plan.resume, start, answer.matched, admission.verdict, ok & (why == 0), listed)
+    out = (
+        plan.resume,
+        start,
+        answer.matched,
+        admission.verdict,
+        ok & (why == 0),
+        jnp.maximum(listed, 0),
+    )
     return cache, jnp.concatenate([x.astype(jnp.int32) for x in out])
 
 
@@ -146,20 +151,20 @@ class Machine:
         self.options = {"chunk": REPLAY_BLOCKS if replay else 0, "partial": partial}
 
     def run(
-        self, requests: Sequence[Request], *, every: int | None = None, strict: bool = True, **caps
+        self, requests: Sequence[Request], *, every: int = 1, strict: bool = True, **caps
     ) -> Outcome:
         """Serves the requests one after the other from an empty cache.
 
         Args:
             requests: the trace.
-            every: of the retention, in tokens of the layout; None lets recency alone decide.
+            every: of the retention, in tokens of the layout, which here are blocks.
             strict: take only what is usable as it stands; else a replay where that is cheaper.
             **caps: as `hkv.set_caps` takes them.
         """
         cache = hkv.set_caps(hkv.init(self.layout), **caps)
         needs = {b: hkv.need(cache, bucket=b) for b in self.layout.buckets}
         prices = hkv.costs(replay=math.inf if strict else 1.0)
-        retention = hkv.retention(every or 0), jnp.asarray(every is not None, jnp.uint8)
+        retention = hkv.retention(every)
         rows, seconds, seen = [], 0.0, set()
         start = time.perf_counter()
         for i, r in enumerate(requests):
@@ -174,7 +179,7 @@ class Machine:
                 seconds += time.perf_counter() - start
             cache, row = serve(
                 cache, tokens, np.array([len(ids)], np.int32), np.array([whole], np.int32),
-                needs[bucket], prices, *retention, **self.options,
+                needs[bucket], prices, retention, **self.options,
             )  # fmt: skip
             if first or i % 64 == 0:
                 start = time.perf_counter()
@@ -214,7 +219,7 @@ def buckets_for(requests: Sequence[Request]) -> tuple[int, ...]:
 
 # The library keeps ends of prompts longest under any policy, so that the first differs most.
 POLICIES = {
-    "recency alone": None, "all boundaries": 1, "every 4,096 tokens": 8, "prompt ends": 0,
+    "all boundaries": 1, "every 4,096 tokens": 8, "prompt ends": 0,
 }  # fmt: skip
 WINDOW_SHARE = 8  # of so many blocks in the cache one has its window: what the policies decide on
 
@@ -337,7 +342,7 @@ def plot(history: list[dict], hybrid: list[dict]) -> str:
             label = policy if key == "usable" else f"{policy}, or a replay"
             lines.append((label, [(r["budget_gb"], r[key] / r["total"]) for r in rows], dash))
             colors.append(color)
-    first = by_policy["recency alone"]
+    first = by_policy["all boundaries"]
     line = [(r["budget_gb"], r["ceiling"] / r["total"]) for r in first]
     lines.append(("infinite cache", line, "6 4"))
     right = _panel(520, "History and windows", "GB (DeepSeek-V4 Flash)", lines, (*colors, 4))

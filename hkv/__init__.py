@@ -70,7 +70,6 @@ from hkv._admit import lease as lease
 from hkv._lease import Lease as Lease
 from hkv._lease import check_lease as check_lease
 from hkv._lease import release as release
-from hkv._lease import trim as trim
 
 # isort: split
 # Read, write, recover.
@@ -93,6 +92,7 @@ from hkv._retain import Worth as Worth
 from hkv._retain import retention as retention
 from hkv._room import evict as evict
 from hkv._transition import transition as transition
+from hkv._trim import trim as trim
 
 # isort: split
 # The host side.

@@ -18,6 +18,7 @@ from hkv._cache import (
     bumped,
     cap_names,
     cap_unit,
+    check_cache,
     form_bits,
     rows_of,
     same_generation,
@@ -26,7 +27,7 @@ from hkv._caps import charged, usage, weighed
 from hkv._identity import Need, segment_mark
 from hkv._layout import DEVICE_FORMS, FORMS, Form, Layout
 from hkv._lease import FOREVER, Lease, check_fits, check_lease
-from hkv._lifecycle import Life
+from hkv._lifecycle import Life, move
 from hkv._pages import pop_pages, pop_rows
 from hkv._retain import Worth
 from hkv._room import make_room
@@ -150,7 +151,7 @@ def _admit(cache: Cache, plan: Plan, total: jax.Array):
 
 
 def _check(cache: Cache, plan: Plan) -> None:
-    check_type("cache", cache, Cache)
+    check_cache(cache)
     check_type("plan", plan, Plan)
     if plan.layout != cache.layout:
         raise ValueError("`plan` was made for another layout; route a query of this cache")
@@ -295,7 +296,8 @@ def _reserve(cache: Cache, x: _Source, total: jax.Array, grow: bool):
         return jnp.where(whose, weighed(cache, pages)[None], 0)
 
     need_rows = jnp.sum(new, dtype=jnp.int32)
-    need = per * (need_rows + jnp.sum(private, axis=1, dtype=jnp.int32))
+    ring = jnp.asarray([lay.reserved(g.form, S) for g in lay.groups], jnp.int32)
+    need = per * (jnp.minimum(need_rows, ring) + jnp.sum(private, axis=1, dtype=jnp.int32))
     pinned = add(t.pins, jnp.where(reused, x.rows, N), jnp.ones(S, jnp.int32))
     idle = (pinned == 0) & (t.length > 0)
     free = jnp.stack([p.n_free for p in cache.pools])
@@ -381,13 +383,13 @@ def _reserve(cache: Cache, x: _Source, total: jax.Array, grow: bool):
     source = jnp.where(got & (x.resume % B > 0) & grow, x.rows[jnp.minimum(last, S - 1)], N)
     for g, spec in enumerate(lay.groups):
         n = lay.segment_pages(spec)
-        mine_too = new | private[g]
+        mine_too = (new & (column < last + ring[g])) | private[g]
         owner = jnp.where(new, fresh_rows, N + 1 + slot)
         pool, ids = pop_pages(cache.pools[g], jnp.repeat(mine_too, n), jnp.repeat(owner, n))
         ids = ids.reshape(S, n)
         table_pages[g] = put(table_pages[g], jnp.where(new, fresh_rows, N), ids)
         stored = take(table_pages[g], x.rows, 0)
-        word = jnp.where(mine_too, serial, jnp.where(shared, words[:, g], 0))
+        word = jnp.where(new | private[g], serial, jnp.where(shared, words[:, g], 0))
         # Rows that go along: the partly shared segment, and the segment where kept rows begin.
         at = jnp.minimum(last, S - 1)
         kept = jnp.clip(x.have[g, 0] // B, 0, S - 1)
@@ -453,17 +455,16 @@ def _open_rows(cache: Cache, rows: jax.Array, mask: jax.Array, tenant: jax.Array
     """Starts segments in fresh rows: a new version, WRITING in every form of the layout."""
     lay, t, N = cache.layout, cache.table, cache.layout.segments
     at = jnp.where(mask, rows, N)
-    life = jnp.asarray(
-        [Life.WRITING if f in DEVICE_FORMS and lay.form_groups(f) else Life.EMPTY
-         for f in Form], jnp.uint8)  # fmt: skip
+    kept = jnp.asarray([f in DEVICE_FORMS and bool(lay.form_groups(f)) for f in Form])
     K, G = rows.shape[0], len(lay.groups)
     old = rows_of(t, at)
+    life = move(old.life, jnp.broadcast_to(kept, (K, FORMS)), Life.WRITING)
     table = dataclasses.replace(
         t,
         version=put(t.version, at, bumped(old.version, readable=False)),
         born=put(t.born, at, bumped(old.version, readable=False)),
-        life=put(t.life, at, jnp.broadcast_to(life, (K, FORMS))),
-        form=put(t.form, at, form_bits(jnp.broadcast_to(life, (K, FORMS)))),
+        life=put(t.life, at, life),
+        form=put(t.form, at, form_bits(life)),
         length=put(t.length, at, jnp.zeros(K, jnp.int32)),
         parent=put(t.parent, at, jnp.full(K, N, jnp.int32)),
         provenance=put(t.provenance, at, jnp.zeros(K, jnp.uint8)),

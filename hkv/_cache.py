@@ -131,6 +131,21 @@ class Cache:
         return "\n".join(text)
 
 
+def check_cache(cache: Cache) -> None:
+    """Refuses what is no cache, and one that a donation has used up.
+
+    Raises:
+        TypeError: another type.
+        ValueError: its arrays are gone.
+    """
+    check_type("cache", cache, Cache)
+    arrays = [a for a in jax.tree.leaves(cache) if isinstance(a, jax.Array)]
+    if any(not isinstance(a, jax.core.Tracer) and a.is_deleted() for a in arrays):
+        raise ValueError(
+            "`cache` was donated to a function that changed it; go on with the one it returned"
+        )
+
+
 def cap_names(layout: Layout) -> list[tuple[str, str]]:
     """What each of the K caps limits, and in which unit."""
     forms = [f.name for f in DEVICE_FORMS]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hkv._arguments import check_type
-from hkv._cache import Cache, cap_names, cap_unit, cap_weights
+from hkv._cache import Cache, cap_names, cap_unit, cap_weights, check_cache
 from hkv._identity import tenant_word
 from hkv._layout import DEVICE_FORMS, Form
 from hkv._pages import used_pages
@@ -40,7 +40,7 @@ def set_caps(
         TypeError: no mappings.
         ValueError: an unknown form, group or tenant place, or a number out of range.
     """
-    check_type("cache", cache, Cache)
+    check_cache(cache)
     lay, caps = cache.layout, jax.device_get(cache.caps)
     names = cap_names(lay)
     limit, weight, owner = (np.array(a) for a in (caps.limit, caps.weight, caps.tenant))

@@ -5,9 +5,8 @@ import dataclasses
 import jax
 import numpy as np
 
-from hkv._arguments import check_type
 from hkv._availability import Place
-from hkv._cache import Cache
+from hkv._cache import Cache, check_cache
 from hkv._identity import Need
 from hkv._identity import need as default_need
 from hkv._layout import Form
@@ -60,7 +59,7 @@ def describe(cache: Cache, prefix, need: Need | None = None) -> Description:
     Raises:
         ValueError: a prefix that fits no bucket, or ids out of range.
     """
-    check_type("cache", cache, Cache)
+    check_cache(cache)
     # A prompt reuses at most all but one token, so one more goes along where the bucket has room.
     room = cache.layout.bucket(len(prefix))
     tokens, length = pad_batch(cache.layout, [[*prefix, 0][:room]])

@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hkv._arguments import check_array, check_type
-from hkv._cache import PROBE, WAYS, Cache, bumped, form_bits, openings_of, rows_of
+from hkv._arguments import check_array
+from hkv._cache import PROBE, WAYS, Cache, bumped, check_cache, form_bits, openings_of, rows_of
 from hkv._identity import opening_slots
 from hkv._layout import DEVICE_FORMS, FORMS, Form
 from hkv._lifecycle import Life, move, spoils
 from hkv._lookup import index_base
 from hkv._pages import push_pages, push_rows
-from hkv._slots import add, put, swap, take
+from hkv._slots import add, first_of, put, swap, take
 
 
 def set_life(cache: Cache, rows: jax.Array, forms: jax.Array, life, mask: jax.Array):
@@ -114,7 +114,7 @@ def free_segments(cache: Cache, rows: jax.Array, mask: jax.Array) -> Cache:
         children=add(
             t.children, jnp.where(linked, seg.parent, N), jnp.full(rows.shape, -1, jnp.int32)
         ),
-        life=put(t.life, at, jnp.zeros_like(seg.life)),
+        life=put(t.life, at, move(seg.life, jnp.ones_like(seg.life, bool), Life.EMPTY)),
         form=put(t.form, at, jnp.zeros_like(seg.form)),
         version=put(t.version, at, bumped(seg.version, readable=False)),
         length=put(t.length, at, jnp.zeros_like(seg.length)),
@@ -135,7 +135,7 @@ def drop(cache: Cache, rows: jax.Array, forms: jax.Array) -> tuple[Cache, jax.Ar
     Returns:
         The cache, and `bool[K]` where something was dropped.
     """
-    check_type("cache", cache, Cache)
+    check_cache(cache)
     check_array("rows", rows, jnp.int32, None)
     check_array("forms", forms, bool, FORMS)
     return _drop(cache, rows, forms)
@@ -143,14 +143,7 @@ def drop(cache: Cache, rows: jax.Array, forms: jax.Array) -> tuple[Cache, jax.Ar
 
 @functools.partial(jax.jit, donate_argnames=("cache",))
 def _drop(cache: Cache, rows: jax.Array, forms: jax.Array):
-    N = cache.layout.segments
-    turn = jnp.arange(rows.shape[0], dtype=jnp.int32)
-    first = (
-        jnp.full(N, rows.shape[0], jnp.int32)
-        .at[rows]
-        .min(turn, mode="drop", wrap_negative_indices=False)
-    )
-    return drop_forms(cache, rows, forms, take(first, rows, -1) == turn)  # each row once
+    return drop_forms(cache, rows, forms, first_of(rows, cache.layout.segments))
 
 
 def invalidate(cache: Cache, rows: jax.Array) -> tuple[Cache, jax.Array]:
@@ -166,7 +159,7 @@ def invalidate(cache: Cache, rows: jax.Array) -> tuple[Cache, jax.Array]:
     Returns:
         The cache, and `i32[]` how many changed.
     """
-    check_type("cache", cache, Cache)
+    check_cache(cache)
     check_array("rows", rows, bool, cache.layout.segments)
     return _invalidate(cache, rows)
 

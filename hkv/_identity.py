@@ -13,7 +13,7 @@ import numpy as np
 
 from hkv._arguments import check_int, check_type
 from hkv._availability import Provenance
-from hkv._cache import Cache, Segment
+from hkv._cache import Cache, Segment, check_cache
 from hkv._layout import Layout
 
 _pytree = jax.tree_util.register_dataclass
@@ -72,17 +72,24 @@ def media_digests(layout: Layout, tokens: int, items: Sequence[tuple[int, int, b
     Args:
         layout: gives B and the length bucket.
         tokens: length of the prompt.
-        items: (first token, number of tokens, content digest) of each image or the like.
+        items: (first token, number of tokens, content digest) of each image or the like, in any
+            order. One may end after the prompt, none begins there.
+
+    Raises:
+        TypeError: values of other types.
+        ValueError: a prompt longer than the longest bucket, or an item that begins after it.
     """
     check_type("layout", layout, Layout)
     for at, n, digest in items:
-        check_int("items", at, 0)
-        check_int("items", n, 1)
         check_type("items", digest, bytes)
+        check_int("items", n, 1)
+        check_int("items", at, 0)
+        if at >= tokens:
+            raise ValueError(f"`items` has one from token {at} on; the prompt has {tokens} tokens")
     B = layout.segment_tokens
     out = np.zeros((layout.bucket(tokens) // B, 4), np.uint32)
     for i in range(len(out)):
-        inside = [x for x in items if x[0] < (i + 1) * B and x[0] + x[1] > i * B]
+        inside = [x for x in sorted(items) if x[0] < (i + 1) * B and x[0] + x[1] > i * B]
         if inside:
             fields = [b"%d:%d" % (at, n) for at, n, _ in inside] + [d for *_, d in inside]
             out[i] = digest128(*fields)
@@ -95,7 +102,7 @@ def byte_codes(cache: Cache) -> np.ndarray:
     Derived on the host from the arrays themselves: shard shape and index, dtype, device layout,
     memory kind, device kind and address modulo 64 bytes. Never 0.
     """
-    check_type("cache", cache, Cache)
+    check_cache(cache)
     out = np.zeros((len(cache.pools), cache.layout.shards), np.uint32)
     for g, pool in enumerate(cache.pools):
         for s, shard in enumerate(pool.data.addressable_shards):
@@ -154,7 +161,7 @@ def need(
         ValueError: a number out of range, a sequence of another length than `requests`, an
             unknown bucket, or arrays for another layout.
     """
-    check_type("cache", cache, Cache)
+    check_cache(cache)
     lay = cache.layout
     check_int("requests", requests, 1)
     check_type("model", model, bytes)

@@ -97,6 +97,9 @@ class Layout:
         leases: how many requests can hold a lease at once.
         shards: over how many devices each page is split.
         tenants: how many tenants can have caps of their own.
+        ahead: tokens that a request runs at most between two calls of `trim`. Its windows and
+            tails recycle then: it reserves the pages of so many tokens and of what its rules look
+            back at, instead of those of all its tokens, which is what 0 means.
 
     Raises:
         ValueError: geometry that does not divide, or a pool too small for one longest request.
@@ -109,15 +112,17 @@ class Layout:
     leases: int = 64
     shards: int = 1
     tenants: int = 0
+    ahead: int = 0
 
     def __post_init__(self):
         for name in ("groups", "buckets"):
             object.__setattr__(self, name, _tuple(name, getattr(self, name)))
         B = _positive("segment_tokens", self.segment_tokens)
-        _positive("segments", self.segments)
-        _positive("leases", self.leases)
+        check_int("segments", self.segments, 1, 2**28)  # a few times that many index an i32
+        check_int("leases", self.leases, 1, 2**28)
         _positive("shards", self.shards)
         check_int("tenants", self.tenants, 0)
+        check_int("ahead", self.ahead, 0)
         for n in self.buckets:
             _positive("buckets", n)
         if not self.buckets or list(self.buckets) != sorted(set(self.buckets)):
@@ -137,6 +142,13 @@ class Layout:
         if len(set(names)) != len(names):
             raise ValueError(f"`groups` repeats a name: {names}; names must differ")
         object.__setattr__(self, "groups", groups)
+        for g in groups:
+            least = self.reserved(g.form, self.max_segments) * self.segment_pages(g) + 1
+            if g.pages < least:
+                raise ValueError(
+                    f"`pages` of group {g.name!r} is {g.pages}, too small for one request of "
+                    f"{self.buckets[-1]} tokens: give {least} or more (null page included)"
+                )
 
     def _sized(self, g: Group) -> Group:
         check_type("groups", g, Group)
@@ -184,12 +196,6 @@ class Layout:
                 f"{rows} rows of a segment"
             )
         pages = g.pages or self.segments * (rows // R) + 1
-        least = self.buckets[-1] // self.segment_tokens * (rows // R) + 1
-        if pages < least:
-            raise ValueError(
-                f"`pages` of group {g.name!r} is {pages}, too small for one request of "
-                f"{self.buckets[-1]} tokens: give {least} or more (null page included)"
-            )
         return dataclasses.replace(g, rows_per_page=R, pages=pages, dtype=dtype)
 
     def segment_rows(self, g: Group) -> int:
@@ -199,6 +205,18 @@ class Layout:
     def segment_pages(self, g: Group) -> int:
         """Pages of one whole segment in group `g`."""
         return self.segment_rows(g) // g.rows_per_page
+
+    def reserved(self, form: Form, segments: int) -> int:
+        """Of how many segments a request of `segments` new ones reserves the pages of a form.
+
+        A sum of what the form's rules look back at and `ahead`, in segments that this many tokens
+        can touch; all of them where the form grows, or nothing recycles.
+        """
+        spans = [g.rule.span for g in self.groups if g.form is form]
+        if not self.ahead or None in spans:
+            return segments
+        most = max(span for span in spans if span is not None) + self.ahead
+        return min(segments, -(-most // self.segment_tokens) + 1)
 
     def group(self, name: str) -> int:
         """The number of the group called `name`."""

@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from hkv._arguments import check_type
-from hkv._cache import Cache, same_generation
+from hkv._cache import Cache, check_cache, same_generation
 from hkv._evict import free_segments
 from hkv._identity import Need
 from hkv._pages import push_pages
-from hkv._rules import Kind, required
 from hkv._slots import add, put, take
 
 FOREVER = 2**31 - 1  # end of a write range that has none
@@ -44,7 +43,7 @@ class Lease:
 
 def check_fits(cache: Cache, lease: Lease) -> None:
     """Refuses what is no lease, or one of another layout."""
-    check_type("cache", cache, Cache)
+    check_cache(cache)
     check_type("lease", lease, Lease)
     Q, S = lease.rows.shape
     want = [(Q, S * cache.layout.segment_pages(g)) for g in cache.layout.groups]
@@ -118,62 +117,3 @@ def _release(cache: Cache, lease: Lease) -> Cache:
         return dataclasses.replace(c, pools=tuple(pools)), None
 
     return jax.lax.scan(one, cache, lease)[0]
-
-
-def trim(cache: Cache, lease: Lease) -> tuple[Cache, Lease]:
-    """Gives back the window and tail pages that running requests no longer need.
-
-    Donates `cache`. Pages go that hold nothing of `required(rule, length)` and that the request
-    alone owns; positions before can then be resumed only after a replay. History stays.
-
-    Args:
-        cache: the cache.
-        lease: the requests, at settled lengths.
-
-    Returns:
-        The cache and the leases.
-    """
-    check_fits(cache, lease)
-    return _trim(cache, lease)
-
-
-@functools.partial(jax.jit, donate_argnames=("cache",))
-def _trim(cache: Cache, lease: Lease) -> tuple[Cache, Lease]:
-    lay, N = cache.layout, cache.layout.segments
-    ok = check_lease(cache, lease)
-
-    def one(c: Cache, x):
-        x, ok = x
-        S = x.rows.shape[0]
-        alone = take(c.table.pins, x.rows, 0) == 1
-        writing = (take(c.table.length, x.rows, 1) == 0) & alone
-        pools, table_pages, pages = list(c.pools), list(c.table.pages), list(x.pages)
-        have, write = x.have, x.write
-        for g, spec in enumerate(lay.groups):
-            if spec.rule.prefix_closed or spec.rule.kind is Kind.STATE:
-                continue
-            lo, _ = required(spec.rule, x.length)
-            per = lay.segment_pages(spec)
-            end = (jnp.arange(S * per, dtype=jnp.int32) + 1) * spec.rows_per_page
-            mine = (x.own & writing) | x.private[g]
-            gone = (end <= lo) & jnp.repeat(mine, per) & ok & (pages[g] > 0)
-            # A page counts as this request's only while its owner says so.
-            owner = jnp.where(x.own, x.rows, N + 1 + x.slot)
-            gone &= take(pools[g].owner, pages[g], N) == jnp.repeat(owner, per)
-            pools[g] = push_pages(pools[g], pages[g], gone, N)
-            pages[g] = jnp.where(gone, 0, pages[g])
-            at = jnp.where(x.own & writing & ok, x.rows, N)
-            table_pages[g] = put(table_pages[g], at, pages[g].reshape(S, per))
-            first = jnp.max(jnp.where(gone, end, 0))
-            old = jnp.where(have[g, 1] > have[g, 0], have[g, 0], write[g, 0])
-            span = jnp.stack([jnp.minimum(jnp.maximum(old, first), x.length), x.length])
-            have = have.at[g].set(jnp.where(ok, span, have[g]))
-            write = write.at[g].set(
-                jnp.where(ok, jnp.stack([x.length, jnp.int32(FOREVER)]), write[g])
-            )
-        table = dataclasses.replace(c.table, pages=tuple(table_pages))
-        c = dataclasses.replace(c, table=table, pools=tuple(pools))
-        return c, dataclasses.replace(x, pages=tuple(pages), have=have, write=write)
-
-    cache, lease = jax.lax.scan(one, cache, (lease, ok))
-    return advance(cache, lease, ok)

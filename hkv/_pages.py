@@ -5,8 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from hkv._arguments import check_type
-from hkv._cache import Cache, Pool
+from hkv._cache import Cache, Pool, check_cache
 from hkv._slots import put, take
 
 
@@ -88,7 +87,7 @@ def occupancy(cache: Cache) -> dict[str, jax.Array]:
     Returns:
         `i32[G]` each.
     """
-    check_type("cache", cache, Cache)
+    check_cache(cache)
     return _occupancy(cache)
 
 

@@ -13,7 +13,7 @@ from hkv._evict import set_life, unlist
 from hkv._identity import Need, block_keys, opening_slots
 from hkv._layout import DEVICE_FORMS, FORMS, Form
 from hkv._lease import Lease, advance, check_fits, check_lease
-from hkv._lifecycle import Life
+from hkv._lifecycle import Life, move
 from hkv._lookup import by_key, index_base
 from hkv._pages import push_pages
 from hkv._query import check_batch, find
@@ -44,15 +44,17 @@ def publish(
         cache: the cache.
         lease: the requests.
         tokens: `i32[Q, T]` their token ids, T = S * B of the lease: those that ran.
-        length: `i32[Q]` settled tokens: those whose step the device has finished.
+        length: `i32[Q]` settled tokens: those whose step the device has finished; at most those
+            of the lease.
         prompt: `i32[Q]` tokens of each that were its prompt; where one ended is worth keeping.
         retention: which boundaries keep their windows and tails longest under pressure; by
-            default all.
-        partial: also list the last, partly filled segment. It is immutable then, so the request
-            can go on only by being admitted again.
+            default the ends of prompts and answers and the places where prompts part.
+        partial: the answer ends here: list the last, partly filled segment as well. It is immutable
+            then, so the request can go on only by being admitted again.
 
     Returns:
-        The cache, the lease with the new versions, and `i32[Q]` how many segments were listed.
+        The cache, the lease with the new versions, and `i32[Q]` how many segments were listed; -1
+        where nothing was done, as the lease does not hold or `length` is not 0 to its length.
 
     Raises:
         TypeError, ValueError: as `query`.
@@ -74,18 +76,19 @@ def publish(
 
 @functools.partial(jax.jit, donate_argnames=("cache",), static_argnames=("partial",))
 def _publish(cache: Cache, lease: Lease, tokens, length, prompt, retention, partial: bool):
-    prompt = length if prompt is None else prompt
-    every = jnp.int32(cache.layout.segment_tokens) if retention is None else retention.every
+    prompt = jnp.zeros_like(length) if prompt is None else prompt
+    every = jnp.int32(0) if retention is None else retention.every
     ok = check_lease(cache, lease) & stamps_hold(cache, lease, lease.length)
+    ok &= (length >= 0) & (length <= lease.length)
 
     def one(c: Cache, x):
         lease, tokens, length, prompt, ok = x
-        length = jnp.where(ok, jnp.clip(length, 0, lease.length), 0)
+        length = jnp.where(ok, length, 0)
         return _publish_one(c, lease, tokens, length, prompt, every, ok, partial)
 
     cache, (lease, n) = jax.lax.scan(one, cache, (lease, tokens, length, prompt, ok))
     cache, lease = advance(cache, lease, ok)
-    return cache, lease, n
+    return cache, lease, jnp.where(ok, n, -1)
 
 
 def _publish_one(cache: Cache, lease: Lease, tokens, length, prompt, every, ok, partial: bool):
@@ -119,9 +122,15 @@ def _publish_one(cache: Cache, lease: Lease, tokens, length, prompt, every, ok, 
     cache = _describe(cache, lease, rows, fresh, parent, n, begin, after, before, need)
     bad = (found.reason != 0) & (found.rows == rows)[:, None]
     cache, lease, given = _give_back(cache, lease, ok, need, bad)
-    cache = _set_digests(cache, rows, lease.pages, fresh[:, None] | given)
-    forms = jnp.asarray([f in DEVICE_FORMS for f in Form])
-    cache, _ = set_life(cache, rows, forms, Life.READY, fresh)
+    # A window that has slid on leaves nothing behind; it says so where that ends no other's lease.
+    alone = take(cache.table.pins, rows, 0) == 1
+    none = [jnp.all(take(p, rows, 0) == 0, axis=1) for p in cache.table.pages]
+    bare = jnp.stack(none, axis=1) & ~lay.closed[None] & alone[:, None]  # [S, G]
+    there = jnp.stack([jnp.any(~bare[:, lay.forms == f], axis=1) for f in Form], axis=1)
+    cache = _set_digests(cache, rows, lease.pages, (fresh[:, None] & ~bare) | given)
+    device = jnp.asarray([f in DEVICE_FORMS for f in Form])
+    for to, forms in ((Life.READY, there & device[None]), (Life.EMPTY, ~there & device[None])):
+        cache, _ = set_life(cache, rows, forms, to, fresh)
     cache = dataclasses.replace(
         cache,
         tokens=put(cache.tokens, jnp.where(fresh, rows, N), tokens.reshape(S, B)),
@@ -135,24 +144,25 @@ def _publish_one(cache: Cache, lease: Lease, tokens, length, prompt, every, ok, 
     at = jnp.where(fresh & (parent < N), parent, N)
     children = add(cache.table.children, at, jnp.ones(S, jnp.int32))
     cache = dataclasses.replace(cache, table=dataclasses.replace(cache.table, children=children))
-    cache = _value(cache, jnp.where(ok, rows, N), canon, fresh, length, prompt, every)
+    end = length if partial else jnp.int32(0)
+    cache = _value(cache, jnp.where(ok, canon, N), rows, fresh, end, prompt, every)
     version = jnp.where(fresh, take(cache.table.version, rows, 0), lease.version)
     lease = dataclasses.replace(lease, version=version, own=lease.own & ~(fresh & (n < B)))
     return cache, (lease, jnp.sum(fresh, dtype=jnp.int32))
 
 
-def _value(cache: Cache, rows, canon, fresh, length, prompt, every) -> Cache:
+def _value(cache: Cache, canon, rows, fresh, end, prompt, every) -> Cache:
     """What the windows of each segment are worth, and that its whole chain was used now."""
     t, N = cache.table, cache.layout.segments
-    rows = jnp.where(take(t.length, rows, 0) > 0, rows, N)
-    new = worth(cache, canon, length, prompt, every)
-    new = jnp.maximum(new, take(t.worth, rows, 0))
-    chain = jnp.concatenate([rows, jnp.where(rows < N, canon, N)])
-    old = take(t.used, chain, 0)
-    history = jnp.arange(FORMS) == Form.COMPRESSED
-    touched = jnp.where(history[None], cache.clock, old)
-    touched = jnp.where(jnp.concatenate([fresh, fresh])[:, None], cache.clock, touched)
-    table = dataclasses.replace(t, worth=put(t.worth, rows, new), used=put(t.used, chain, touched))
+    canon = jnp.where(take(t.length, canon, 0) > 0, canon, N)
+    new = jnp.maximum(worth(cache, canon, end, prompt, every), take(t.worth, canon, 0))
+    old = take(t.used, canon, 0)
+    touched = (jnp.arange(FORMS) == Form.COMPRESSED)[None] | (fresh & (rows == canon))[:, None]
+    table = dataclasses.replace(
+        t,
+        worth=put(t.worth, canon, new),
+        used=put(t.used, canon, jnp.where(touched, cache.clock, old)),
+    )
     return dataclasses.replace(cache, table=table)
 
 
@@ -310,7 +320,9 @@ def _give_back(cache: Cache, lease: Lease, ok, need: Need, bad):
     forms = jnp.stack([jnp.any(give[:, list(lay.form_groups(f))], axis=1) for f in Form], axis=1)
     # Of a form that was invalidated nothing is kept but what was made again.
     stale = forms & (seg.life == Life.STALE)
-    life = jnp.where(stale | (forms & (seg.life == Life.EMPTY)), jnp.uint8(Life.READY), seg.life)
+    fresh, life = stale | (forms & (seg.life == Life.EMPTY)), seg.life
+    for to in (Life.EMPTY, Life.WRITING, Life.READY):
+        life = move(life, fresh, to)
     group_form = lay.forms
     old_held = jnp.where(
         stale[:, group_form, None], jnp.broadcast_to(seg.start[:, None, None], seg.held.shape),

@@ -14,7 +14,7 @@ import numpy as np
 from hkv import _verify
 from hkv._arguments import check_type
 from hkv._availability import Availability, Place, Reason, Status
-from hkv._cache import Cache, rows_of
+from hkv._cache import Cache, check_cache, rows_of
 from hkv._identity import Need, asked, block_keys, segment_mark
 from hkv._layout import Form, Layout
 from hkv._lifecycle import Life
@@ -53,7 +53,7 @@ def query(cache: Cache, tokens: jax.Array, length: jax.Array, need: Need) -> Ava
             token or length out of range. Of arrays on the device that is not known here: a
             length out of range is answered with the reason LENGTH, a bad token matches nothing.
     """
-    check_type("cache", cache, Cache)
+    check_cache(cache)
     lay = cache.layout
     check_batch(lay, tokens, length)
     check_need(cache, need, tokens)

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from hkv._arguments import check_array, check_type
-from hkv._cache import Cache, bumped, rows_of
+from hkv._cache import Cache, bumped, check_cache, rows_of
 from hkv._layout import Form
-from hkv._slots import put, take
+from hkv._slots import first_of, put, take
 from hkv._verify import payload_digest
 from pallas_kernels import scatter_rows
 
@@ -25,19 +25,19 @@ def update_indexer(
 
     Args:
         cache: the cache.
-        rows: `i32[K]` segments without repeats; N is skipped.
+        rows: `i32[K]` segments; N is skipped, and so are repeats.
         entries: for every INDEXER group by name, `[L, K, rows per segment, *row]`.
-        indexer_version: `u32[]` the version that the new rows belong to.
+        indexer_version: `u32[]` the version that the new rows belong to: a higher one.
 
     Returns:
         The cache, and `bool[K]`: which segments were rewritten, namely stored whole ones that
-        hold the form.
+        hold the form of a lower version.
 
     Raises:
         ValueError: a group is missing, or the layout has no INDEXER form.
         TypeError, ValueError: arrays of another dtype or shape.
     """
-    check_type("cache", cache, Cache)
+    check_cache(cache)
     check_type("entries", entries, Mapping)
     lay = cache.layout
     names = [lay.groups[g].name for g in lay.form_groups(Form.INDEXER)]
@@ -61,7 +61,8 @@ def _update(cache: Cache, rows, entries, indexer_version):
     groups = lay.form_groups(Form.INDEXER)
     seg = rows_of(t, rows)
     there = jnp.stack([jnp.all(seg.pages[g] > 0, axis=-1) for g in groups])
-    done = (rows < N) & (seg.length == B) & jnp.all(there, axis=0)
+    done = first_of(rows, N) & (seg.length == B) & jnp.all(there, axis=0)
+    done &= indexer_version > seg.indexer_version
     clock = cache.clock + 1
     at = jnp.where(done, rows, N)
     pools, held, written = list(cache.pools), seg.held, seg.written

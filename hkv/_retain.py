@@ -11,7 +11,6 @@ import numpy as np
 from hkv._arguments import check_int
 from hkv._cache import Cache
 from hkv._layout import Layout
-from hkv._rules import Kind
 
 
 class Worth(enum.IntEnum):
@@ -36,8 +35,9 @@ def retention(every: int) -> Retention:
     It decides what goes first under pressure; with room enough, all is kept.
 
     Args:
-        every: retain a boundary each so many tokens. `layout.segment_tokens` retains the end of
-            every segment; 0 only the ends of prompts and answers and the places where prompts part.
+        every: 0 retains the ends of prompts and answers and the places where prompts part;
+            more than a segment, a boundary each so many tokens as well, which goes before those.
+            Up to `layout.segment_tokens` it retains all boundaries alike, and age alone decides.
 
     Raises:
         TypeError, ValueError: no int of 0 or more.
@@ -54,13 +54,13 @@ def worth(
     Args:
         cache: for the children of the segments.
         rows: `i32[S]`.
-        length: `i32[]` tokens of the request, the end of its answer.
-        prompt: `i32[]` tokens of its prompt.
+        length: `i32[]` tokens of the request, the end of its answer; 0 before that is reached.
+        prompt: `i32[]` tokens of its prompt; 0 if unknown.
         every: `i32[]` of the policy.
     """
     B = cache.layout.segment_tokens
     begin = jnp.arange(rows.shape[0], dtype=jnp.int32) * B
-    end = jnp.minimum(begin + B, length)
+    end = begin + B
 
     def inside(p):
         return (begin < p) & (p <= end)
@@ -71,7 +71,8 @@ def worth(
     ends |= (rows < N) & (children > 1)
     step = jnp.maximum(every, 1)
     regular = (every > 0) & (end // step > begin // step)
-    own = jnp.where(ends, jnp.uint8(Worth.END), jnp.where(regular, jnp.uint8(Worth.BOUNDARY), 0))
+    some = jnp.where(every <= B, jnp.uint8(Worth.END), jnp.uint8(Worth.BOUNDARY))
+    own = jnp.where(ends, jnp.uint8(Worth.END), jnp.where(regular, some, jnp.uint8(Worth.NONE)))
     # A boundary also needs the windows of the segments before it that its rules reach.
     pad = jnp.zeros(_reach(cache.layout), jnp.uint8)
     later = jnp.concatenate([own, pad])
@@ -81,10 +82,5 @@ def worth(
 
 def _reach(layout: Layout) -> int:
     """How many segments before its own a boundary may need windows or tails of."""
-    most = 0
-    for g in layout.groups:
-        span = {Kind.WINDOW: g.rule.size - 1, Kind.CHUNK: g.rule.size}.get(g.rule.kind, 0)
-        if g.rule.kind is Kind.TAIL:
-            span = 2 * g.rule.size
-        most = max(most, span)
+    most = max(g.rule.span or 0 for g in layout.groups)
     return min(-(-most // layout.segment_tokens), layout.max_segments - 1)

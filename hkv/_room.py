@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hkv._arguments import check_array, check_type
-from hkv._cache import Cache
+from hkv._arguments import check_array
+from hkv._cache import Cache, check_cache
 from hkv._caps import charged, usage, weighed
 from hkv._evict import drop_forms, free_segments
 from hkv._layout import DEVICE_FORMS, Form, Layout
@@ -222,7 +222,7 @@ def evict(cache: Cache, pages: jax.Array) -> Cache:
         cache: the cache.
         pages: `i32[G]` pages that should be free.
     """
-    check_type("cache", cache, Cache)
+    check_cache(cache)
     check_array("pages", pages, jnp.int32, len(cache.layout.groups))
     return _evict(cache, pages)
 

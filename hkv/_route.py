@@ -182,7 +182,8 @@ def _route_one(a: Availability, costs: Costs) -> Plan:
     cold = a.length.astype(jnp.float32) * costs.prefill
     total = jnp.where(position == 0, cold, jnp.where(possible, total, jnp.inf))
     best = jnp.min(total)
-    pick = jnp.argmax(jnp.where(total == best, position, -1))  # of equal ones the longest
+    # Of equal ones the longest: it shares most.
+    pick = jnp.argmax(jnp.where(total == best, position, -1))
     resume = position[pick]
     used = column * B < resume
     return Plan(

@@ -42,6 +42,13 @@ class Rule:
         """True where validity at p implies validity at every smaller position."""
         return self.kind in (Kind.HISTORY, Kind.INDEXER)
 
+    @property
+    def span(self) -> int | None:
+        """Most tokens before any position that must be present there; None where it grows."""
+        if self.kind is Kind.TAIL:
+            return self.size - 1 + (self.size if self.overlap else 0)
+        return self.size - 1 if self.kind in (Kind.WINDOW, Kind.CHUNK) else None
+
     def __str__(self) -> str:
         if self.kind is Kind.STATE:
             return "state"

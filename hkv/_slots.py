@@ -16,6 +16,14 @@ def add(a: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Array:
     return a.at[slots].add(values, mode="drop", wrap_negative_indices=False)
 
 
+def first_of(slots: jax.Array, size: int) -> jax.Array:
+    """`bool[K]`: slots `i32[K]` in `[0, size)` that did not occur before; so each counts once."""
+    turn = jnp.arange(slots.shape[0], dtype=jnp.int32)
+    first = jnp.full(size, slots.shape[0], jnp.int32)
+    first = first.at[slots].min(turn, mode="drop", wrap_negative_indices=False)
+    return take(first, slots, -1) == turn
+
+
 def swap(a: jax.Array, rows: jax.Array, at: jax.Array, values) -> tuple[jax.Array, jax.Array]:
     """`a` (numbers of 0 or more) as it is at `rows`, and with `values` at the slots `at`.
 

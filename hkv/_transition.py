@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hkv._arguments import check_array, check_type
-from hkv._cache import Cache
+from hkv._arguments import check_array
+from hkv._cache import Cache, check_cache
 from hkv._evict import _drop_pages, set_life
 from hkv._layout import FORMS, Form
 from hkv._lifecycle import Life, Refusal, Transition, legal, spoils
-from hkv._slots import take
+from hkv._slots import first_of, take
 
 
 def transition(
@@ -32,7 +32,7 @@ def transition(
     Returns:
         The cache and the report: per segment and form whether it moved, both states, and why not.
     """
-    check_type("cache", cache, Cache)
+    check_cache(cache)
     check_array("rows", rows, jnp.int32, None)
     check_array("forms", forms, bool, FORMS)
     word = np.uint8(life) if isinstance(life, Life) else life
@@ -42,11 +42,8 @@ def transition(
 
 @functools.partial(jax.jit, donate_argnames=("cache",))
 def _transition(cache: Cache, rows: jax.Array, forms: jax.Array, life: jax.Array):
-    lay, N, K = cache.layout, cache.layout.segments, rows.shape[0]
-    turn = jnp.arange(K, dtype=jnp.int32)
-    first = jnp.full(N, K, jnp.int32)
-    first = first.at[rows].min(turn, mode="drop", wrap_negative_indices=False)
-    asked = (take(first, rows, -1) == turn)[:, None] & forms[None]  # each row once
+    lay, N = cache.layout, cache.layout.segments
+    asked = first_of(rows, N)[:, None] & forms[None]
     leased = (take(cache.table.pins, rows, 0) > 0)[:, None]
     stored = leased | (take(cache.table.length, rows, 0) > 0)[:, None]
     known = jnp.asarray([f is Form.DISK or bool(lay.form_groups(f)) for f in Form])[None]

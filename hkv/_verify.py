@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from hkv._arguments import check_array, check_type
 from hkv._availability import Reason
-from hkv._cache import Cache, Segment, rows_of
+from hkv._cache import Cache, Segment, check_cache, rows_of
 from hkv._identity import Need
 from hkv._layout import Form, Layout
 from hkv._lifecycle import Life
@@ -134,7 +134,7 @@ def check_block(cache: Cache, seg: Segment, ask: Ask) -> jax.Array:
     Returns:
         `u8[G]` reasons; OK where level 1 holds.
     """
-    check_type("cache", cache, Cache)
+    check_cache(cache)
     check_type("seg", seg, Segment)
     check_type("ask", ask, Ask)
     lay = cache.layout
@@ -228,7 +228,7 @@ def verify_payload(cache: Cache, rows: jax.Array) -> jax.Array:
     Returns:
         `u8[K, G]`: OK, or DIGEST where the payload is no longer what was published.
     """
-    check_type("cache", cache, Cache)
+    check_cache(cache)
     check_array("rows", rows, jnp.int32, None)
     return _verify_payload(cache, rows)
 

@@ -145,12 +145,23 @@ def covers(cache: Cache, lease: Lease, position: jax.Array) -> jax.Array:
     return ok
 
 
+def has_pages(cache: Cache, lease: Lease, begin: jax.Array, end: jax.Array) -> jax.Array:
+    """`bool[Q]`: there are pages for tokens `[begin, end)`; see `ahead` in `Layout`."""
+    ok = jnp.ones(begin.shape, bool)
+    for spec, pages in zip(cache.layout.groups, lease.pages, strict=True):
+        tokens = spec.rows_per_page * spec.rule.unit
+        lo = jnp.arange(pages.shape[1], dtype=jnp.int32)[None] * tokens
+        ok &= jnp.all((pages > 0) | (lo >= end[:, None]) | (lo + tokens <= begin[:, None]), axis=-1)
+    return ok
+
+
 def view(cache: Cache, lease: Lease, count: jax.Array, position: jax.Array | None = None) -> View:
     """The cache in front of the next chunk, with the lease and every page stamp checked here.
 
     Call it in the jitted program that reads. A request whose segment changed version, whose page
-    was rewritten, whose plan was not recovered, or whose chunk would leave a gap or end past
-    `total` reads zeros, writes nothing, and is False in `ok`: route it again.
+    was rewritten, whose plan was not recovered, or whose chunk would leave a gap, end past `total`,
+    or reach further ahead of the last `trim` than the layout says, reads zeros, writes nothing, and
+    is False in `ok`: route it again.
 
     Args:
         cache: the cache as it is now.
@@ -164,7 +175,10 @@ def view(cache: Cache, lease: Lease, count: jax.Array, position: jax.Array | Non
     position = lease.length if position is None else position
     check_array("position", position, jnp.int32, Q)
     made = view_of_replay(cache, lease, count, position)
-    return dataclasses.replace(made, ok=made.ok & covers(cache, lease, position))
+    ok = made.ok & covers(cache, lease, position)
+    if cache.layout.ahead:
+        ok &= has_pages(cache, lease, position, position + count)
+    return dataclasses.replace(made, ok=ok)
 
 
 def view_of_replay(cache: Cache, lease: Lease, count: jax.Array, position: jax.Array) -> View:

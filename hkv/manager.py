@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from hkv._admit import Admission
@@ -20,7 +21,7 @@ from hkv._caps import set_caps
 from hkv._counters import Counters as Counters
 from hkv._counters import Overview, impossible, occupancy_tables
 from hkv._layout import Layout
-from hkv._lease import Lease, trim
+from hkv._lease import Lease
 from hkv._line import PAUSE, Line, no_reuse, token_ids
 from hkv._owner import Conflict as Conflict
 from hkv._owner import StateLost as StateLost
@@ -37,6 +38,7 @@ from hkv._request import Stopped as Stopped
 from hkv._request import Waiting as Waiting
 from hkv._retain import Retention
 from hkv._route import Costs
+from hkv._trim import trim
 
 PROMPTS = 16  # sequences after which it is reported that none fills a segment
 
@@ -210,7 +212,7 @@ class Manager(Line):
             options: as `publish` takes them, `partial` for instance.
 
         Returns:
-            `i32[1]`, how many segments were listed.
+            `i32[1]`, how many segments were listed; -1 where the lease no longer holds.
         """
         ids = None if tokens is None else token_ids(tokens)
         T = request.tokens.shape[1]
@@ -233,7 +235,9 @@ class Manager(Line):
             if request.reading:
                 raise RuntimeError("the request was leased for reading; it has written nothing")
             request.lease, listed = self._commit(
-                lambda cache: publish(cache, request.lease, padded, many, **options)
+                lambda cache: publish(
+                    cache, request.lease, padded, jnp.minimum(many, request.lease.length), **options
+                )
             )
             self._counts.published += 1
             self._stored += 1

@@ -205,6 +205,7 @@ class Payload:
 
     def publish(self, lease, prompts, length=None, partial=True):
         tokens, full = self.pad(prompts)
+        full = jnp.minimum(full, lease.length)
         if length is not None:
             length = [*length, *[0] * (self.Q - len(length))]
             full = jnp.asarray(np.array(length, np.int32))

@@ -104,6 +104,7 @@ BAD = [
     ("Layout", "float tokens", ValueError, "segment_tokens", lambda k: _layout(B=8.0, buckets=(8,))),
     ("Layout", "ratio", ValueError, "segment_tokens", lambda k: _layout(_group(rule=hkv.history(3)))),
     ("Layout", "no segments", ValueError, "segments", lambda k: _layout(segments=0)),
+    ("Layout", "many segments", ValueError, "segments", lambda k: _layout(segments=2**31)),
     ("Layout", "few segments", ValueError, "segments", lambda k: _layout(segments=2)),
     ("Layout", "no leases", ValueError, "leases", lambda k: _layout(leases=0)),
     ("Layout", "no shards", ValueError, "shards", lambda k: _layout(shards=0)),
@@ -186,6 +187,7 @@ BAD = [
     ("media_digests", "long", ValueError, "tokens", lambda k: hkv.media_digests(LEVELS, T + 1, [])),
     ("media_digests", "negative", ValueError, "items", lambda k: hkv.media_digests(LEVELS, 3, [(-1, 2, b"x")])),
     ("media_digests", "empty", ValueError, "items", lambda k: hkv.media_digests(LEVELS, 3, [(0, 0, b"x")])),
+    ("media_digests", "after the prompt", ValueError, "items", lambda k: hkv.media_digests(LEVELS, 3, [(3, 1, b"x")])),
     ("media_digests", "text", TypeError, "items", lambda k: hkv.media_digests(LEVELS, 3, [(0, 1, "x")])),
     ("pad_batch", "no layout", TypeError, "layout", lambda k: hkv.pad_batch(k.cache, [[1]])),
     ("pad_batch", "no prompts", ValueError, "prompts", lambda k: hkv.pad_batch(LEVELS, [])),
@@ -379,6 +381,20 @@ def test_a_bad_argument_is_refused_before_anything_changes(k, error, name, call)
     assert len(text) > len(name) + 12, text  # the value that was got, and what to give
     for x, y in zip(before, _unharmed((k.cache, k.lease)), strict=True):
         np.testing.assert_array_equal(x, y)
+
+
+def test_a_cache_that_was_donated_is_named(k):
+    cache = jax.tree.map(jnp.copy, k.cache)
+    hkv.evict(cache, jnp.zeros(G, jnp.int32))
+    for call in (
+        lambda: hkv.query(cache, k.tokens, k.length, k.need),
+        lambda: hkv.admit(cache, k.plan, k.length),
+        lambda: hkv.check_lease(cache, k.lease),
+        lambda: hkv.need(cache),
+        lambda: hkv.view(cache, k.lease, k.length),
+    ):
+        with pytest.raises(ValueError, match="`cache` was donated"):
+            call()
 
 
 def test_every_public_function_is_tried():

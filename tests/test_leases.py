@@ -178,7 +178,7 @@ class Way:
             if lease is None:
                 continue
             _, n = self.p.publish(lease, prompts)
-            assert all(self.alive[first + q] or not n[q] for q in range(len(prompts))), n
+            assert all(self.alive[first + q] or n[q] < 1 for q in range(len(prompts))), n
 
     def _step(self, lease, prompts, until, first):
         before = jax.device_get(self.p.cache.pools)
@@ -479,7 +479,7 @@ def test_the_stamps_of_pages_refuse_alone_when_all_other_numbers_have_come_round
     assert not ok.any()
     wrote_only(before, jax.device_get(p.cache.pools), way.lease, ok)
     _, n = p.publish(way.lease, PROMPTS)
-    assert not n.any()
+    assert (n == -1).all()
     p.cache = dataclasses.replace(p.cache, serials=after[0], reached=after[1])
     way.alive = [False] * 3
     way.serve_again()

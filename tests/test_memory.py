@@ -7,7 +7,18 @@ import pytest
 import tiny
 
 import hkv
-from hkv import _admit, _evict, _lease, _publish, _query, _recover, _reindex, _room, _verify
+from hkv import (
+    _admit,
+    _evict,
+    _lease,
+    _publish,
+    _query,
+    _recover,
+    _reindex,
+    _room,
+    _trim,
+    _verify,
+)
 from hkv.testing import aliasing
 
 Q = 2
@@ -37,7 +48,7 @@ def programs(dtype, row):
         "lease": (_admit._lease, cache, plan),
         "fork": (_admit._fork, cache, lease, count),
         "release": (_lease._release, cache, lease),
-        "trim": (_lease._trim, cache, lease),
+        "trim": (_trim._trim, cache, lease),
         "step": (tiny.step, weights, cache, lease, tokens, count),
         "recover": (
             _recover._recover, tiny.replay, weights, cache, lease, plan, tokens, tiny.CHUNK,

@@ -230,7 +230,19 @@ def test_a_lease_does_not_hold_where_fewer_of_its_tokens_are_stored(two):
     assert bool(hkv.check_lease(two.cache, lease)[0])
     assert not bool(hkv.check_lease(two.cache, ahead)[0])
     two.cache, _, listed = hkv.publish(two.cache, ahead, tokens, length)
-    assert int(listed[0]) == 0
+    assert int(listed[0]) == -1
+
+
+@pytest.mark.parametrize("length", [-1, 21, 2**31 - 1])
+def test_a_length_that_the_lease_has_not_reached_lists_nothing(two, length):
+    tokens, n, available = two.ask([OLD[:20], OLD[:20]], two.need())
+    two.cache, lease, _ = hkv.admit(two.cache, hkv.route(available, hkv.costs()), n)
+    lease = _run(two, lease, tokens, n)
+    wrong = jnp.asarray([length, 20], jnp.int32)
+    two.cache, lease, listed = hkv.publish(two.cache, lease, tokens, wrong)
+    assert np.asarray(listed).tolist() == [-1, 1]
+    two.cache, lease, listed = hkv.publish(two.cache, lease, tokens, n)
+    assert np.asarray(listed).tolist() == [0, 0]  # the lease went on; the other was first
 
 
 def test_a_run_is_published_under_what_it_was_verified_for(two):
@@ -293,7 +305,7 @@ def test_the_lease_before_a_change_no_longer_holds(two, verb):
     kept = jax.device_get((two.cache.table, [p.owner for p in two.cache.pools]))
     two.cache, after = hkv.trim(two.cache, old)
     two.cache, after, listed = hkv.publish(two.cache, after, tokens, length)
-    assert int(listed[0]) == 0
+    assert int(listed[0]) == -1
     for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(jax.device_get(
         (two.cache.table, [p.owner for p in two.cache.pools]))), strict=True):  # fmt: skip
         np.testing.assert_array_equal(a, b)
@@ -339,4 +351,4 @@ def test_a_chunk_narrower_than_its_count_is_not_stored(two):
     two.cache, lease, ok = hkv.append(view)
     assert not bool(ok[0]) and int(lease.length[0]) == 0
     two.cache, _, listed = hkv.publish(two.cache, lease, tokens, length)
-    assert int(listed[0]) == 0
+    assert int(listed[0]) == -1

@@ -20,7 +20,6 @@ have to be compared with the choice forced:
 
 import collections
 import dataclasses
-import functools
 import os
 from pathlib import Path
 
@@ -30,6 +29,7 @@ import numpy as np
 import pytest
 import spoils
 from dense import DenseView
+from payload import QUICK
 from running import Runner
 from spoils import Expected, Story, World
 
@@ -43,20 +43,8 @@ FULL = bool(int(os.environ.get("HKV_FULL", "0")))
 FOLDER = Path(__file__).parents[1] / "examples" / "checkpoints" / "dsv4"
 
 
-@functools.cache
-def quick():
-    """Compiler options for where compiling takes longer than running: not in the full sweep."""
-    if FULL:
-        return None
-    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-    more = {**options, "xla_cpu_use_fusion_emitters": False}  # newer releases lack it
-    try:
-        jax.jit(lambda x: x + 1, compiler_options=more)(jnp.int32(0))
-    except jax.errors.JaxRuntimeError:
-        return options
-    return more
-
-
+# Where compiling takes longer than running: not in the full sweep.
+OPTIONS = None if FULL else QUICK
 Q, B, CHUNK = 8, 16, 16
 AFTER = 18  # tokens after p: the longest ratio and more, so that every open row is folded
 TOLERANCE = 1e-5
@@ -135,8 +123,8 @@ class Bench:
             kept = [dataclasses.replace(g, rows_per_page=small.get(g.name, 0)) for g in kept]
         self.run = Runner(
             model, tuple(kept), segment=B, segments=24 * Q, bucket=BUCKETS[name], chunk=CHUNK,
-            requests=Q, leases=2 * Q, options=quick(),
-            model_options=None if name == "trained" else quick(),
+            requests=Q, leases=2 * Q, options=OPTIONS,
+            model_options=None if name == "trained" else OPTIONS,
         )  # fmt: skip
         self.layout, self.empty = self.run.layout, self.run.cache
         self.texts, self.batches = texts(name), {}
@@ -633,7 +621,7 @@ def test_no_choice_on_these_texts_is_a_matter_of_rounding(bench):
         model = model_of(bench.name, dtype="float64")
         weights, build = bind(model)
         call = jax.jit(lambda w, t, v: build(w)(t, v, aux=True)[2]["margin"],
-                       compiler_options=quick())  # fmt: skip
+                       compiler_options=OPTIONS)  # fmt: skip
         shape = bench.texts.shape
         view = DenseView.empty(groups(model.config), *shape).at(0, shape[1])
         margin = np.asarray(call(weights, jnp.asarray(bench.texts), view))

@@ -2,6 +2,7 @@
 
 import functools
 import threading
+import time
 from pathlib import Path
 
 import jax
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hkv
+from hkv import serving
 from hkv.manager import Closed, Manager, Refused, StateLost
 from hkv.models.deepseek_v4 import DeepseekV4, groups
 from hkv.nn import bind
@@ -43,13 +45,13 @@ BROKEN = []
 
 def pop(tokens):
     if BROKEN:
-        BROKEN.clear()
+        time.sleep(BROKEN.pop())
         raise ValueError("planted")
     return tokens
 
 
 def fragile(params, tokens, view):
-    """The model, which fails on the device once `BROKEN` holds anything."""
+    """The model, which fails on the device after the seconds that `BROKEN` holds."""
     shape = jax.ShapeDtypeStruct(tokens.shape, jnp.int32)
     return tiny.forward(params, jax.pure_callback(pop, shape, tokens), view)
 
@@ -306,7 +308,7 @@ def test_a_preempted_request_goes_on_from_what_it_had_done(engine, m):
     had = len(stream.tokens)
     engine.preempt(stream)
     check(stream, other)
-    assert 0 < had and stream.reused >= 30 + had - 1
+    assert 0 < had and stream.reused == 30 + had + STEPS - 1  # what was in flight included
     assert m.counters.preempted == 1
     engine.preempt(stream)
     assert not engine.step() and m.counters.preempted == 1
@@ -322,6 +324,13 @@ def test_a_preempted_request_lets_others_go_first(engine):
     check(urgent)
     assert not running[0].done and not patient.done
     check(*running, patient)
+
+
+def test_who_waits_cannot_be_preempted(engine, m):
+    stream = engine.ask(0, 20)
+    engine.preempt(stream)
+    check(stream)
+    assert m.counters.preempted == 0
 
 
 def test_a_preempted_prompt_keeps_the_chunks_that_ran(engine):
@@ -347,6 +356,8 @@ def test_after_a_loss_of_the_pools_everybody_is_run_again(engine, m, turn):
     streams = [engine.ask(w, 20 + w) for w in range(4)]
     turns(engine, turn)
     lose(m)
+    turns(engine, 2)
+    assert [run.stream for run in engine._running()] == streams[:SLOTS]
     check(*streams)
     assert m.era == 1
 
@@ -382,11 +393,24 @@ def test_a_failure_anywhere_costs_time_and_no_answer(engine, m, monkeypatch, pla
     check(*streams)
 
 
-def test_a_step_that_fails_on_the_device_is_run_again(plain, m):
+def test_who_gets_on_in_between_is_run_again_as_often_as_it_takes(engine, m, monkeypatch):
+    monkeypatch.setattr(serving, "TRIES", 2)
+    stream = engine.ask(0, 1)
+    while not stream.done:
+        had = len(stream.tokens)
+        while len(stream.tokens) == had and engine.step():
+            pass
+        invalidate(m)
+    check(stream)
+    assert m.counters.admitted > 1 + 2
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.3])  # found out by the next step, or by who waits
+def test_a_step_that_fails_on_the_device_is_run_again(plain, m, seconds):
     alone = plain.submit(PROMPTS[0, :20], 12, keep=False).result()
     streams = [plain.submit(PROMPTS[0, :20], 12) for _ in range(2)]
     turns(plain, 4)
-    BROKEN.append(True)
+    BROKEN.append(seconds)
     assert [s.result() for s in streams] == [alone] * 2
     assert m.era == 1 and not BROKEN
 
