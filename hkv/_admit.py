@@ -69,10 +69,10 @@ class Admission:
     blocker: jax.Array  # u8[Q], `Blocker`
     need: jax.Array  # i32[Q, G], pages the request reserves
     free: jax.Array  # i32[Q, G], pages that were free
-    evictable: jax.Array  # i32[Q, G], pages that eviction could have freed
+    evictable: jax.Array  # i32[Q, G], pages that eviction could have freed; 0 if none need go
     need_rows: jax.Array  # i32[Q], segment rows
     free_rows: jax.Array  # i32[Q]
-    evictable_rows: jax.Array  # i32[Q]
+    evictable_rows: jax.Array  # i32[Q], likewise
     cap_need: jax.Array  # i32[Q, 1 + T, K], what the request counts against each cap
     cap_used: jax.Array  # i32[Q, 1 + T, K]
     cap: jax.Array  # i32[Q, 1 + T, K]
@@ -298,19 +298,28 @@ def _reserve(cache: Cache, x: _Source, total: jax.Array, grow: bool):
     need_rows = jnp.sum(new, dtype=jnp.int32)
     ring = jnp.asarray([lay.reserved(g.form, S) for g in lay.groups], jnp.int32)
     need = per * (jnp.minimum(need_rows, ring) + jnp.sum(private, axis=1, dtype=jnp.int32))
-    pinned = add(t.pins, jnp.where(reused, x.rows, N), jnp.ones(S, jnp.int32))
-    idle = (pinned == 0) & (t.length > 0)
     free = jnp.stack([p.n_free for p in cache.pools])
-    loose = _held(cache, idle)
     mine = jnp.stack(
         [jnp.sum(jnp.where(reused[:, None], take(a, x.rows, 0), 0) > 0, dtype=jnp.int32)
          for a in t.pages]
     )  # fmt: skip
     capacity = jnp.asarray([g.pages - 1 for g in lay.groups], jnp.int32)
     cap_need, cap_used, cap = charge(need), usage(cache), cache.caps.limit
-    theirs = idle & (t.tenant == x.need.tenant) if lay.tenants else idle
-    cap_loose = jnp.where(jnp.arange(1 + lay.tenants)[:, None] > 0, charge(_held(cache, theirs)),
-                          weighed(cache, loose)[None])  # fmt: skip
+
+    def could_go():
+        """What eviction could free: pages, units of the caps, rows. Looks at the whole table."""
+        kept = jnp.where(reused, x.rows, N)
+        idle = put((t.pins == 0) & (t.length > 0), kept, jnp.zeros(S, bool))
+        pages = _held(cache, idle)
+        theirs = _held(cache, idle & (t.tenant == x.need.tenant)) if lay.tenants else pages
+        units = jnp.where(jnp.arange(1 + lay.tenants)[:, None] > 0, charge(theirs),
+                          weighed(cache, pages)[None])  # fmt: skip
+        return pages, units, jnp.sum(idle, dtype=jnp.int32)
+
+    short = jnp.any(need > free) | (need_rows > cache.n_free_rows)
+    short |= jnp.any((cap_used + cap_need > cap) & (cap_need > 0))
+    nothing = (jnp.zeros_like(free), jnp.zeros_like(cap_used), jnp.int32(0))
+    loose, cap_loose, idle_rows = jax.lax.cond(short, could_go, lambda: nothing)
 
     # The verdict; later lines outrank earlier ones.
     blocker = jnp.uint8(Blocker.NONE)
@@ -323,7 +332,6 @@ def _reserve(cache: Cache, x: _Source, total: jax.Array, grow: bool):
 
     block(jnp.any((cap_used - cap_loose + cap_need > cap) & (cap_need > 0)), Blocker.CAP, False)
     block(jnp.any(need > free + loose), Blocker.PAGES, False)
-    idle_rows = jnp.sum(idle, dtype=jnp.int32)
     block(need_rows > cache.n_free_rows + idle_rows, Blocker.ROWS, False)
     block(~jnp.any(cache.serials[:, 0] == 0), Blocker.LEASES, False)
     fresh = (x.rows < N) & same_generation(take(t.version, x.rows, 0), x.version)

@@ -11,7 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from hkv._lease import Lease
+from hkv._publish import publish
 from hkv._slots import put
+from hkv._trim import trim
 from hkv._view import append, view
 
 IDLE, PREFILL, DECODE, DONE, FAILED = range(5)  # where a slot stands
@@ -97,6 +99,27 @@ def decode(cache, params, batch: Batch, *, forward, sample, logits, steps: int):
 
     (cache, batch), (said, ran, *more) = jax.lax.scan(one, (cache, batch), length=steps)
     return cache, batch, said, batch.state, jnp.sum(ran, axis=0, dtype=jnp.int32), *more
+
+
+@functools.partial(jax.jit, donate_argnames=("cache", "batch"))
+def slide(cache, batch: Batch, tokens, length, prompt, retention):
+    """Publishes what is complete, and hands the pages of windows on to the tokens ahead.
+
+    Donates `cache` and `batch`.
+
+    Args:
+        cache: the cache.
+        batch: the slots.
+        tokens: `i32[Q, T]` that ran.
+        length: `i32[Q]` how many of them are known.
+        prompt: `i32[Q]` tokens of the prompts.
+        retention: as `publish` takes it.
+    """
+    cache, lease, _ = publish(
+        cache, batch.lease, tokens, length, prompt=prompt, retention=retention
+    )
+    cache, lease = trim(cache, lease)
+    return cache, dataclasses.replace(batch, lease=lease)
 
 
 def _next(sample, batch: Batch, length, logits, runs, ok, last):

@@ -98,11 +98,14 @@ def unlist(cache: Cache, rows: jax.Array, mask: jax.Array) -> Cache:
     return dataclasses.replace(cache, index=clear(cache.index, slots), openings=openings)
 
 
-def free_segments(cache: Cache, rows: jax.Array, mask: jax.Array) -> Cache:
-    """Frees whole unpinned segments `i32[K]` (no repeats): forms, pages, index entries, row."""
+def free_segments(cache: Cache, rows: jax.Array, mask: jax.Array, *, listed: bool = True) -> Cache:
+    """Frees whole unpinned segments `i32[K]` (no repeats): forms, pages, index entries, row.
+
+    With `listed` False of segments that were never published: they are in no index.
+    """
     N = cache.layout.segments
     mask = mask & (rows < N) & (take(cache.table.pins, rows, 1) == 0)
-    cache = unlist(cache, rows, mask)
+    cache = unlist(cache, rows, mask) if listed else cache
     seg = rows_of(cache.table, rows)
     parent = rows_of(cache.table, seg.parent)
     linked = mask & (seg.parent < N) & (parent.born == seg.parent_born)

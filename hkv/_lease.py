@@ -106,7 +106,7 @@ def _release(cache: Cache, lease: Lease) -> Cache:
             clock=c.clock + 1,
         )
         unlisted = mine & (take(c.table.length, at, 1) == 0) & (take(pins, at, 1) == 0)
-        c = free_segments(c, at, unlisted)
+        c = free_segments(c, at, unlisted, listed=False)
         pools = []
         for g, pool in enumerate(c.pools):
             per = x.pages[g].shape[0] // at.shape[0]

@@ -218,14 +218,16 @@ def _set_digests(cache: Cache, rows, pages, mask) -> Cache:
     S = rows.shape[0]
     wanted = jnp.any(mask, axis=1)
     first, end = _extent(wanted)
+    segs = rows_of(cache.table, rows)
 
-    def body(i, digest):
-        row = jnp.where(wanted[i], rows[i], cache.layout.segments)
-        seg = rows_of(cache.table, row)
+    def body(i, digests):
+        seg = jax.tree.map(lambda a: a[i], segs)
         d = payload_digest(cache, tuple(p.reshape(S, -1)[i] for p in pages), seg)
-        return put(digest, row, jnp.where(mask[i][:, None], d, seg.digest))
+        return digests.at[i].set(jnp.where(mask[i][:, None], d, seg.digest))
 
-    digest = jax.lax.fori_loop(first, end, body, cache.table.digest)
+    digests = jax.lax.fori_loop(first, end, body, segs.digest)
+    at = jnp.where(wanted, rows, cache.layout.segments)
+    digest = put(cache.table.digest, at, digests)
     return dataclasses.replace(cache, table=dataclasses.replace(cache.table, digest=digest))
 
 

@@ -89,6 +89,7 @@ class _Run:
     slot: int
     ids: np.ndarray  # to prefill: the prompt, and what was said before
     at: int  # tokens that will have run after what is in flight, if nothing ends it before
+    slid: int  # what that was when its windows last went on
     turn: int  # when it was last given a chunk
 
 
@@ -111,6 +112,9 @@ class Engine:
 
     A turn is a chunk of each of the prompts that have waited longest, up to `budget`, and `steps`
     tokens of everybody who decodes. What it said is fetched while the next one runs.
+
+    Where the layout says how far `ahead` a request runs, what is complete is published on the way
+    and windows go on to the tokens that come next.
 
     A slot whose pages changed is admitted again with what it has said, and goes on from there.
     So does everybody when the pools are lost, or when the manager is given other parameters.
@@ -144,6 +148,11 @@ class Engine:
         check_int("budget", budget, self.chunk)
         if self.bucket not in layout.buckets:
             raise ValueError(f"`bucket` is {bucket!r}; give one of {layout.buckets}")
+        if 0 < layout.ahead < max(self.chunk, steps):
+            raise ValueError(
+                f"`ahead` of the layout is {layout.ahead}; give the tokens of a turn or more: "
+                f"{max(self.chunk, steps)}"
+            )
         self.lanes = min(budget // self.chunk, slots)  # P
         model = dict(forward=forward, sample=sample, logits=on_logits is not None)
         self._prefill = functools.partial(_batch.prefill, **model)
@@ -213,6 +222,8 @@ class Engine:
         """Compiles every program of the engine and of its manager; call it first."""
         self.manager.warmup()
         self.submit([0], 2, keep=False).result()
+        if self.manager.layout.ahead:
+            self._slide()
         _batch.lease_of(self._batch, np.int32(0))
 
     def start(self) -> "Engine":
@@ -322,7 +333,7 @@ class Engine:
             return stream.done
         self._queue.remove(stream)
         slot = self._runs.index(None)
-        self._runs[slot] = _Run(stream, got, slot, ids, got.resume, self._turns)
+        self._runs[slot] = _Run(stream, got, slot, ids, got.resume, got.resume, self._turns)
         stream.availability, stream.plan, stream.reused = got.availability, got.plan, got.resume
         state, said, end = np.array([[_batch.PREFILL], [0], [stream.total]], np.int32)
         stop = np.array([stream.stop + [-1] * (_batch.STOPS - len(stream.stop))], np.int32)
@@ -339,6 +350,9 @@ class Engine:
         C, P = self.chunk, self.lanes
         waiting = [r for r in self._running() if r.at < len(r.ids)]
         waiting = sorted(waiting, key=lambda r: (r.turn, r.stream._number))[:P]
+        ahead = self.manager.layout.ahead
+        if ahead and any(r.at + max(C, self.steps) > r.slid + ahead for r in self._running()):
+            self._slide()
         if waiting:
             tokens, lane = np.zeros((P, C), np.int32), np.full(P, self.slots, np.int32)
             count, last = np.zeros(P, np.int32), np.zeros(P, bool)
@@ -356,6 +370,22 @@ class Engine:
             for r in decoding:
                 r.at = min(r.at + self.steps, r.stream.total)
         return bool(waiting or decoding)
+
+    def _slide(self) -> None:
+        """Publishes what is complete of everybody, and lets the windows go on."""
+        runs, Q = self._running(), self.slots
+        tokens, (length, prompt) = np.zeros((Q, self.bucket), np.int32), np.zeros((2, Q), np.int32)
+        for r in runs:
+            ids = r.stream._ids()[: r.at]
+            tokens[r.slot, : len(ids)] = ids
+            # The token that was said last may not have run, if the answer ends there.
+            known = min(r.at, len(r.stream.prompt) + max(len(r.stream.tokens) - 1, 0))
+            length[r.slot], prompt[r.slot] = known * r.stream.keep, len(r.stream.prompt)
+            r.slid = r.at
+        (self._batch,) = self.manager.step(
+            _batch.slide, self._batch, *jax.device_put((tokens, length, prompt)),
+            self.manager.retention, requests=[r.request for r in runs],
+        )  # fmt: skip
 
     def _run(self, program: Callable, runs: list[tuple[_Run, int, int]], *args) -> None:
         self._batch, *out = self.manager.step(

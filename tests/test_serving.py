@@ -1,5 +1,6 @@
 """Continuous batching: what a request is answered does not depend on who comes, goes or fails."""
 
+import dataclasses
 import functools
 import threading
 import time
@@ -579,3 +580,56 @@ def test_greedy_text_equals_transformers_and_logits_do_not_depend_on_the_batch(t
     alone = engine.submit(text[:64], 40, keep=False)
     assert alone.result() == text[64:104].tolist() and logits(alone).shape == (103, 256)
     np.testing.assert_array_equal(logits(stream)[:103], logits(alone))
+
+
+# Windows that recycle.
+
+FEW = 3 * 2 + 2  # segments' worth of window and tail pages: two for each slot, and two to spare
+ROLLING = (hkv.Form.WINDOW, hkv.Form.TAIL)
+
+
+@pytest.fixture
+def narrow():
+    groups = [
+        dataclasses.replace(g, pages=FEW * LAYOUT.segment_pages(g) + 1) if g.form in ROLLING else g
+        for g in LAYOUT.groups
+    ]
+    layout = dataclasses.replace(LAYOUT, groups=tuple(groups), ahead=CHUNK)
+    with Manager(layout, replay=tiny.replay, params=ONE, chunk=CHUNK) as m:
+        engine = Checked(m)
+        yield engine
+        engine.close(wait=False)
+        assert not engine.step()
+        m.read(lambda cache: invariants(cache, []))
+
+
+def test_answers_are_the_same_where_windows_recycle_and_few_fit(narrow):
+    assert [LAYOUT.reserved(f, 4) for f in ROLLING] == [4, 4]
+    assert [narrow.manager.layout.reserved(f, 4) for f in ROLLING] == [2, 2]
+    streams = [narrow.ask(w, n) for w, n in ((0, 33), (2, 40), (3, 1), (2, 7), (1, 16), (0, 40))]
+    turns(narrow, 5)
+    assert len(narrow._running()) == SLOTS  # of which two would not fit side by side otherwise
+    check(*streams)
+    more = [narrow.submit([*s.prompt, *right(s)[:-2], 5], 1, keep=False) for s in streams]
+    check(*more)
+    assert all(s.reused > 0 for s in more)
+
+
+def test_the_end_of_a_long_prompt_is_still_there_after_a_long_answer(narrow):
+    check(narrow.ask(0, 32))
+    again = narrow.submit([*PROMPTS[0, :32], 3], 1)
+    check(again)
+    assert again.reused == 32 and int(again.plan.replay[0, 0]) == 32
+
+
+def test_nothing_compiles_after_warmup_where_windows_recycle(narrow):
+    narrow.warmup()
+    narrow.ask(0, 5).result()
+    with count_compiles() as compiles:
+        check(*(narrow.ask(w, n) for w, n in ((0, 33), (2, 40), (3, 1))))
+    assert not compiles.names
+
+
+def test_a_turn_longer_than_the_layout_says_is_refused(narrow):
+    with pytest.raises(ValueError, match="`ahead`"):
+        Engine(narrow.manager, tiny.forward, slots=SLOTS, chunk=CHUNK + 8, steps=STEPS)
