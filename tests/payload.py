@@ -12,6 +12,7 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 import hkv
 from hkv import Form
@@ -139,7 +140,11 @@ class Payload:
     def __init__(self, layout, *, chunk=8, requests=2):
         self.layout, self.chunk, self.Q = layout, chunk, requests
         self.run, self._step, self._peek = programs(layout, chunk)
-        self.cache = hkv.init(layout)
+        sharding = None
+        if layout.shards > 1:  # a channel of every row to each device, the table to all of them
+            mesh = jax.make_mesh((layout.shards,), ("x",), devices=jax.devices()[: layout.shards])
+            sharding = NamedSharding(mesh, PartitionSpec(None, None, None, "x"))
+        self.cache = hkv.init(layout, sharding)
         self.codes = hkv.byte_codes(self.cache)
 
     def need(self, salts="", epoch=0, version=0, **kw):

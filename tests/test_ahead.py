@@ -102,7 +102,7 @@ def test_what_a_request_reserves_is_what_the_pool_must_have():
     invariants(p.cache, [])
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(
     st.lists(st.tuples(st.integers(0, 1), st.integers(1, AHEAD), st.booleans()), max_size=40),
     st.integers(0, 20), st.sampled_from([0, 8, 1000]),
@@ -158,7 +158,7 @@ def windows(p, prompt):
 
 
 def test_published_windows_stay_while_there_are_free_pages_and_go_on_after_the_least_worth_first():
-    for rings, stay in ((1, [4, 5, 6, 7]), (2, [0, 1, 2, 3, 4, 5, 6, 7]), (3, list(range(8)))):
+    for rings, stay in ((1, [4, 5, 6, 7]), (2, list(range(8)))):
         p = Payload(layout(rings * RING))
         store(p, A)
         assert windows(p, A) == stay, rings

@@ -305,23 +305,20 @@ def aligned(values, dtype=np.int32):
 
 def test_host_arrays_may_be_reused_as_soon_as_a_call_returns(p):
     """A table that is still on its way to the device must not change with its source."""
-    prompt, count = aligned(A[:40]), aligned([8, 0])
+    prompt = aligned(A[:40])
     tokens, length = hkv.pad_batch(LAYOUT, [prompt, prompt])
     media = aligned(np.arange(2 * 8 * 4).reshape(2, 8, 4), np.uint32)
     abi, codes = aligned(LAYOUT.abi, np.uint32), aligned(hkv.byte_codes(p.cache), np.uint32)
     need = hkv.need(p.cache, requests=2, media=media, abi=abi, codes=codes)
     manager = hkv.Manager(LAYOUT)
     request = manager.admit(prompt, 40)
-    lease = p.start([A[:40]], [40])
-    stepped, ok = p._step(p.params([A[:40]]), p.cache, lease, count, lease.length)[1:]
-    for a in (prompt, count, media, abi, codes):
+    for a in (prompt, media, abi, codes):
         a[...] = 1
     assert np.asarray(tokens)[:, :40].tolist() == [A[:40]] * 2
     assert np.asarray(request.tokens)[0, :40].tolist() == A[:40]
     np.testing.assert_array_equal(need.media, np.arange(64).reshape(2, 8, 4))
     np.testing.assert_array_equal(need.abi[0], LAYOUT.abi)
     assert np.asarray(need.codes).all() and (np.asarray(need.codes) != 1).all()
-    assert np.asarray(stepped.length).tolist() == [8, 0] and bool(ok[0])
 
 
 # Pages given back while something still reads them (K11).

@@ -36,6 +36,7 @@ LAYOUT = hkv.Layout(
         group("idx", Form.INDEXER, hkv.indexer(4), (1,), 2),
     ),
     segment_tokens=B, segments=N, buckets=(64,), leases=6,
+    shards=int(os.environ.get("HKV_SHARDS", "1")),
 )  # fmt: skip
 NAMES = [g.name for g in LAYOUT.groups]
 PER = [LAYOUT.segment_pages(g) for g in LAYOUT.groups]

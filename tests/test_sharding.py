@@ -4,6 +4,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -19,15 +20,29 @@ AXIS = AxisType[os.environ.get("HKV_TEST_AXIS", "Explicit")]  # the default of `
 inside = pytest.mark.skipif(jax.device_count() < 4, reason="runs in a process with four devices")
 
 
-@pytest.mark.skipif(jax.device_count() >= 4, reason="this is that process")
-def test_all_of_this_module_with_four_devices():
+def in_a_process_with_four_devices(*args, **env):
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
-        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *args],
+        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", **env},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+
+
+@pytest.mark.skipif(jax.device_count() >= 4, reason="this is that process")
+def test_all_of_this_module_with_four_devices():
+    in_a_process_with_four_devices(__file__)
+
+
+@pytest.mark.skipif(jax.device_count() >= 4, reason="this is that process")
+def test_whatever_happens_under_a_lease_is_noticed_where_pools_are_spread_and_the_table_is_not():
+    module = Path(__file__).parent / "test_leases.py"
+    some = "step and (evict or invalidate or w5)"
+    which = (
+        "whatever_happens" if os.environ.get("HKV_FULL") == "1" else f"whatever_happens and {some}"
+    )
+    in_a_process_with_four_devices(str(module), "-k", which, HKV_SHARDS="3")
 
 
 def layout(**more):

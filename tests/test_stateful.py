@@ -373,7 +373,12 @@ class CacheLife(RuleBasedStateMachine):
                 for old in self.model.under(prefix, r.owner, r.epoch)[:1]:
                     old.listed = False  # superseded
             uid = next(self.model.uids)
-            ready = {g.form for g in SMALL.groups}
+            left = c.table.pins[row] == 1  # nobody else holds it, so that what slid on is gone
+            ready = {
+                g.form
+                for g in SMALL.groups
+                if g.rule.prefix_closed or r.kept[g.name] < lo + B or not left
+            }
             self.model.segs[uid] = Segment(
                 uid, row, prefix, r.owner, r.epoch, r.version, hi - lo, parent, held, ready
             )
