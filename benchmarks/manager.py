@@ -41,7 +41,7 @@ def write(cache, lease, count):
     """Stores a segment of zeros for each request, in place of a model."""
     view = hkv.view(cache, lease, count)
     for g in cache.layout.groups:
-        new = jnp.zeros((count.shape[0], B // g.rule.unit, *g.row), g.dtype)
+        new = jnp.zeros((count.shape[0], B // g.rule.unit + 1, *g.row), g.dtype)
         view = view.write(g.name, g.layers[0], new)
     cache, lease, ok = hkv.append(view)
     return cache, lease, ok
@@ -61,16 +61,18 @@ def filled(segments: int, occupancy: float, longest: int, rng):
     for n in (rows % S * B,):  # what is left, as one shorter chain
         if n:
             cache = stored.store(cache, need, rng.integers(0, 129_000, (1, n), dtype=np.int32))
-    # Whole chains were used at different times, as they would have been.
-    used = np.repeat(1 + rng.permutation(segments // S + 1), S)[:segments].astype(np.uint32)
+    # Whole chains were used at different times; the later half is asked for, so that it stays.
+    used = np.repeat(1 + np.arange(segments // S + 1), S)[:segments].astype(np.uint32)
     table = dataclasses.replace(
         cache.table, used=jnp.asarray(np.repeat(used[:, None], len(hkv.Form), axis=1))
     )
-    return dataclasses.replace(cache, table=table, clock=jnp.uint32(segments)), source
+    return dataclasses.replace(cache, table=table, clock=jnp.uint32(segments)), source[
+        len(source) // 2 :
+    ]
 
 
 def measure(cache, source, length: int, batch: int, repeats: int, rng):
-    """Medians in milliseconds per verb and batch, and the cache as it is afterwards."""
+    """Medians in milliseconds per verb and batch."""
     need = hkv.need(cache, requests=batch, bucket=length)
     n, times = jnp.full(batch, length, jnp.int32), {v: [] for v in VERBS}
     prices = hkv.costs()
@@ -90,14 +92,14 @@ def measure(cache, source, length: int, batch: int, repeats: int, rng):
         cache, lease, answer = timed("admit", hkv.admit, cache, plan, n)
         if (np.asarray(answer.verdict) != hkv.Verdict.ADMIT).any():
             raise RuntimeError(str(answer))
-        if (np.asarray(plan.resume) != length - B).any():
+        if (np.asarray(plan.resume) < length - B).any():  # more where a last segment is shared too
             raise RuntimeError(f"resumes at {plan.resume}, not at {length - B}")
-        cache, lease, ok = write(cache, lease, jnp.full(batch, B, jnp.int32))
+        cache, lease, ok = write(cache, lease, n - lease.length)
         cache, lease, listed = timed("publish", hkv.publish, cache, lease, tokens, n)
         if not np.asarray(ok).all() or (np.asarray(listed) != 1).any():
             raise RuntimeError(f"published {listed}")
         cache = timed("release", hkv.release, cache, lease)
-    return {v: statistics.median(t[2:]) for v, t in times.items()}, cache
+    return {v: statistics.median(t[2:]) for v, t in times.items()}
 
 
 def run(quick: bool) -> list[dict]:
@@ -114,7 +116,8 @@ def run(quick: bool) -> list[dict]:
                         continue
                     repeats = 30 if batch * length < 1 << 19 else 10
                     with count_compiles() as compiles:
-                        each, cache = measure(cache, source, length, batch, repeats, rng)
+                        copy = jax.tree.map(jnp.copy, cache)
+                        each = measure(copy, source, length, batch, repeats, rng)
                     total = sum(each.values()) / batch
                     out.append({
                         "segments": segments, "occupancy": occupancy, "prompt": name,
