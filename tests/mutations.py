@@ -158,10 +158,21 @@ def lease_version():
 def lease_serial():
     """A lease does not hold once its slot was given to another."""
 
-    def other(store, row, serials):
-        serials[0] += 1
+    for word in (0, 1):
 
-    assert _answers(other) == (False, Reason.LIFECYCLE)
+        def other(store, row, serials, word=word):
+            serials[0, word] += 1
+
+        assert _answers(other) == (False, Reason.LIFECYCLE)
+
+
+def lease_newest():
+    """A lease does not hold once the request has gone on with a later one."""
+
+    def later(store, row, serials):
+        serials[0, 2] += 1
+
+    assert _answers(later) == (False, Reason.LIFECYCLE)
 
 
 def lease_stamp(word):
@@ -265,6 +276,7 @@ def mutations():
         "(take(cache.serials, lease.slot, 0) == lease.serial)", "(lease.serial == lease.serial)",
         lease_serial,
     )  # fmt: skip
+    source("lease: newest off", _lease.check_lease, " & newest &", " &", lease_newest)
     swap("lease: stamps off", _view.stamps_hold, _stamps_always_hold, *LEASE_CASES[2:])
     for word in (0, 1):
         source(

@@ -16,6 +16,8 @@ FEW = (
     "N tokens reused of N",
     "window one row short",
     "lease: version off",
+    "lease: newest off",
+    "lease: serial off",
     "lease: only word 1 of a stamp",
 )
 
