@@ -37,12 +37,21 @@ def test_all_of_this_module_with_four_devices():
 
 @pytest.mark.skipif(jax.device_count() >= 4, reason="this is that process")
 def test_whatever_happens_under_a_lease_is_noticed_where_pools_are_spread_and_the_table_is_not():
+    leases_with_four_devices(HKV_SHARDS="3")
+
+
+@pytest.mark.skipif(jax.device_count() >= 4, reason="this is that process")
+def test_so_it_is_where_the_table_that_is_queried_is_on_one_device_and_the_pools_on_another():
+    leases_with_four_devices(HKV_APART="1")
+
+
+def leases_with_four_devices(**env):
     module = Path(__file__).parent / "test_leases.py"
     some = "step and (evict or invalidate or w5)"
     which = (
         "whatever_happens" if os.environ.get("HKV_FULL") == "1" else f"whatever_happens and {some}"
     )
-    in_a_process_with_four_devices(str(module), "-k", which, HKV_SHARDS="3")
+    in_a_process_with_four_devices(str(module), "-k", which, **env)
 
 
 def layout(**more):
