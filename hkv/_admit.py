@@ -58,6 +58,7 @@ class Blocker(enum.IntEnum):
     CHANGED = 6  # the plan's segments changed since the query: query again
     PRIVATE = 7  # a fork of a request whose recovered pages are not published yet
     RECOVER = 8  # the plan has something to recover first: admit it instead
+    FETCH = 9  # the plan has something to fetch first: load it, then query again
 
 
 @jax.tree_util.register_dataclass
@@ -130,7 +131,8 @@ def admit(cache: Cache, plan: Plan, total: jax.Array) -> tuple[Cache, Lease, Adm
 
     Args:
         cache: the cache.
-        plan: from `route`. If a segment changed since the query the answer is WAIT, CHANGED.
+        plan: from `route`. If a segment changed since the query the answer is WAIT, CHANGED; if
+            something is to be fetched first it is WAIT, FETCH.
         total: `i32[Q]` tokens the request may reach, growth and lookahead included.
 
     Returns:
@@ -146,8 +148,14 @@ def admit(cache: Cache, plan: Plan, total: jax.Array) -> tuple[Cache, Lease, Adm
 
 @functools.partial(jax.jit, donate_argnames=("cache",))
 def _admit(cache: Cache, plan: Plan, total: jax.Array):
-    ok = jnp.ones(plan.resume.shape, bool)
-    return _reserve_all(cache, _source(plan, ok), total, True)
+    ok = ~jnp.any(plan.fetch, axis=(1, 2))
+    cache, out, answer = _reserve_all(cache, _source(plan, ok), total, True)
+    return cache, out, _blocked(answer, ~ok, Blocker.FETCH)
+
+
+def _blocked(answer: Admission, where: jax.Array, why: Blocker) -> Admission:
+    blocker = jnp.where(where, jnp.uint8(why), answer.blocker)
+    return dataclasses.replace(answer, blocker=blocker)
 
 
 def _check(cache: Cache, plan: Plan) -> None:
@@ -177,9 +185,9 @@ def _lease(cache: Cache, plan: Plan):
         replay=jnp.stack([plan.resume, plan.resume], -1),
     )  # fmt: skip
     ok = (plan.replay[:, 0] >= plan.replay[:, 1]) & (plan.fill[:, 0] >= plan.fill[:, 1])
-    cache, out, answer = _reserve_all(cache, _source(none, ok), plan.resume, False)
-    blocker = jnp.where(ok, answer.blocker, jnp.uint8(Blocker.RECOVER))
-    return cache, out, dataclasses.replace(answer, blocker=blocker)
+    fetch = jnp.any(plan.fetch, axis=(1, 2))
+    cache, out, answer = _reserve_all(cache, _source(none, ok & ~fetch), plan.resume, False)
+    return cache, out, _blocked(_blocked(answer, ~ok, Blocker.RECOVER), fetch, Blocker.FETCH)
 
 
 def fork(cache: Cache, lease: Lease, total: jax.Array) -> tuple[Cache, Lease, Admission]:
@@ -222,9 +230,8 @@ def _fork(cache: Cache, lease: Lease, total: jax.Array):
         need=lease.need, word=lease.serial[:, 1], ok=ok,
     )  # fmt: skip
     cache, out, answer = _reserve_all(cache, source, total, True)
-    blocked = used & (answer.verdict != Verdict.ADMIT)
-    blocker = jnp.where(blocked, jnp.uint8(Blocker.PRIVATE), answer.blocker)
-    return cache, out, dataclasses.replace(answer, blocker=blocker)
+    private = used & (answer.verdict != Verdict.ADMIT)
+    return cache, out, _blocked(answer, private, Blocker.PRIVATE)
 
 
 def _source(plan: Plan, ok: jax.Array) -> _Source:

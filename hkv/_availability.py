@@ -96,12 +96,14 @@ class Availability:
     version: jax.Array  # u32[Q, S], their versions when verified
     mark: jax.Array  # u32[Q, S], digest of what they were then
     held: jax.Array  # i32[Q, S, G, 2], positions whose rows they hold
+    copied: jax.Array  # i32[Q, S, G, 2], positions that can be fetched from the DISK form
+    bytes: jax.Array  # i32[Q, S], what to fetch of it for a resume at `matched`
     matched: jax.Array  # i32[Q], tokens that stored segments share with the prompt, at most N - 1
     length: jax.Array  # i32[Q], tokens of the prompt
     furthest: jax.Array  # i32[Q, G], each group's own furthest boundary
     positions: jax.Array  # i32[Q, K], position of each boundary
     usable: jax.Array  # bool[Q, K], every group is there, nothing to recover
-    recoverable: jax.Array  # bool[Q, K], what is missing can be recovered by a bounded replay
+    recoverable: jax.Array  # bool[Q, K], a fetch or a bounded replay recovers what is missing
     boundary_reason: jax.Array  # u8[Q, K], OK, GROUPS, or NOT_FOUND past what is stored
     group_ok: jax.Array  # bool[Q, G, K], boundaries of each group alone
     runs: jax.Array  # i32[Q, G, K], how far back each group is held without a gap, in tokens

@@ -53,6 +53,7 @@ class Table:
     codes: jax.Array  # u32[N, G, shards], byte layout per shard; 0 where a shard lacks its part
     held: jax.Array  # i32[N, G, 2], positions [lo, hi) whose rows are complete
     digest: jax.Array  # u32[N, G, 2], of the held rows; 0 for none
+    copied: jax.Array  # i32[N, G, 2], positions [lo, hi) whose rows the DISK form has
     written: jax.Array  # u32[N, G], second word of the stamps of the group's pages
 
 
@@ -205,7 +206,7 @@ def _make(layout: Layout) -> Cache:
         children=zeros(i32, N), place=zeros(u8, N),
         pages=tuple(zeros(i32, N, layout.segment_pages(g)) for g in layout.groups),
         abi=zeros(u32, N, G), codes=zeros(u32, N, G, layout.shards), held=zeros(i32, N, G, 2),
-        digest=zeros(u32, N, G, 2), written=zeros(u32, N, G),
+        digest=zeros(u32, N, G, 2), copied=zeros(i32, N, G, 2), written=zeros(u32, N, G),
     )  # fmt: skip
     pools = tuple(
         Pool(

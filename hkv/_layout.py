@@ -100,6 +100,7 @@ class Layout:
         ahead: tokens that a request runs at most between two calls of `trim`. Its windows and
             tails recycle then: it reserves the pages of so many tokens and of what its rules look
             back at, instead of those of all its tokens, which is what 0 means.
+        disk: whether segments may have copies outside of device memory: the DISK form.
 
     Raises:
         ValueError: geometry that does not divide, or a pool too small for one longest request.
@@ -113,6 +114,7 @@ class Layout:
     shards: int = 1
     tenants: int = 0
     ahead: int = 0
+    disk: bool = False
 
     def __post_init__(self):
         for name in ("groups", "buckets"):
@@ -123,6 +125,7 @@ class Layout:
         _positive("shards", self.shards)
         check_int("tenants", self.tenants, 0)
         check_int("ahead", self.ahead, 0)
+        check_type("disk", self.disk, bool)
         for n in self.buckets:
             _positive("buckets", n)
         if not self.buckets or list(self.buckets) != sorted(set(self.buckets)):
@@ -142,6 +145,9 @@ class Layout:
         if len(set(names)) != len(names):
             raise ValueError(f"`groups` repeats a name: {names}; names must differ")
         object.__setattr__(self, "groups", groups)
+        size = sum(self.segment_pages(g) * g.page_bytes for g in groups)
+        if self.disk and size >= 2**31:
+            raise ValueError(f"a segment has {size:,} bytes; give a smaller `segment_tokens`")
         for g in groups:
             least = self.reserved(g.form, self.max_segments) * self.segment_pages(g) + 1
             if g.pages < least:
@@ -229,6 +235,10 @@ class Layout:
         """Numbers of the groups that keep `form`."""
         return tuple(i for i, g in enumerate(self.groups) if g.form is form)
 
+    def has(self, form: Form) -> bool:
+        """Whether segments can have this form."""
+        return self.disk if form is Form.DISK else bool(self.form_groups(form))
+
     @property
     def max_segments(self) -> int:
         """S, segments of the longest request."""
@@ -252,6 +262,11 @@ class Layout:
     def units(self) -> np.ndarray:
         """`i32[G]`: tokens per row."""
         return np.array([g.rule.unit for g in self.groups], np.int32)
+
+    @property
+    def group_bytes(self) -> np.ndarray:
+        """`i32[G]`: bytes of one segment's pages."""
+        return np.array([self.segment_pages(g) * g.page_bytes for g in self.groups], np.int32)
 
     @property
     def forms(self) -> np.ndarray:

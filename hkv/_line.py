@@ -266,7 +266,7 @@ def no_reuse(plan: Plan) -> Plan:
     """The plan that reuses nothing."""
     names = (
         "version", "mark", "resume", "fill", "fill_start", "fill_groups", "replay",
-        "replay_groups", "have",
+        "replay_groups", "have", "fetch", "fetch_bytes",
     )  # fmt: skip
     zero: dict[str, Any] = {n: jnp.zeros_like(getattr(plan, n)) for n in names}
     rows = jnp.full_like(plan.rows, plan.layout.segments)

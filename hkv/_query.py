@@ -14,12 +14,13 @@ import numpy as np
 from hkv import _verify
 from hkv._arguments import check_type
 from hkv._availability import Availability, Place, Reason, Status
+from hkv._boundary import boundaries, enough, fetched, of_kind, run_inside, runs_at, spans_of
 from hkv._cache import Cache, check_cache, rows_of
 from hkv._identity import Need, asked, block_keys, segment_mark
 from hkv._layout import Form, Layout
 from hkv._lifecycle import Life
 from hkv._lookup import by_key, by_opening, leading_equal
-from hkv._rules import Kind, replay_start, required
+from hkv._rules import Kind, replay_start
 from hkv._slots import take
 
 
@@ -31,6 +32,7 @@ class Match:
     rows: jax.Array  # i32[S], N for none
     reason: jax.Array  # u8[S, G], first failure of levels 1, 2 and 4
     held: jax.Array  # i32[S, G, 2], positions held, from the start of the request
+    copied: jax.Array  # i32[S, G, 2], positions that can be fetched, likewise
     whole: jax.Array  # i32[], segments that match whole; the next one may match in part
     partial: jax.Array  # i32[], tokens that the next one shares
 
@@ -177,9 +179,13 @@ def find(
         )  # fmt: skip
         linked = _verify.link_holds(lay, seg, ask) & (row < N)
         reason = _verify.check_segment(cache, seg, ask, need)
-        return seg, share, linked, reason, seg.held - need.start
+        copied = jnp.zeros_like(seg.copied)
+        if lay.disk:
+            there = _verify.copy_holds(lay, seg, need) & linked
+            copied = jnp.where(there[:, None], seg.copied - need.start, copied)
+        return seg, share, linked, reason, seg.held - need.start, copied
 
-    seg, share, linked, reason, held = jax.vmap(judge, in_axes=(0, 0, 0, 0, 0, None))(
+    seg, share, linked, reason, held, copied = jax.vmap(judge, in_axes=(0, 0, 0, 0, 0, None))(
         rows, blocks, need.media, need.start + column * B, parent, jnp.int32(B)
     )
     chain = jnp.cumprod((linked & (share == B) & (seg.length == B)).astype(jnp.int32))
@@ -192,12 +198,12 @@ def find(
     cand = jnp.concatenate([rows[spot][None], by_opening(cache, before[spot], blocks[spot])])
     most = jnp.minimum(take(t.length, cand, 0), jnp.minimum(limit - base, B - 1))
     before_row = jnp.where(spot > 0, rows[spot - 1], N)
-    _, c_share, c_linked, c_reason, c_held = jax.vmap(
+    _, c_share, c_linked, c_reason, c_held, c_copied = jax.vmap(
         judge, in_axes=(0, None, None, None, None, 0)
     )(cand, blocks[spot], need.media[spot], need.start + base, before_row, most)
-    run = _runs_at(lay, reason, held, whole)
+    run = runs_at(lay, reason, held, whole)
     end = base + c_share
-    usable = jax.vmap(lambda r, h, e: jnp.all(_enough(lay, e, _run_to(lay, r, h, run, base, e))))(
+    usable = jax.vmap(lambda r, h, e: jnp.all(enough(lay, e, run_inside(lay, r, h, run, base, e))))(
         c_reason, c_held, end
     )
     score = jnp.where(c_linked, c_share + B * usable.astype(jnp.int32), 0)
@@ -211,99 +217,19 @@ def find(
     missing = jnp.where(rows < N, broken, jnp.uint8(Reason.NOT_FOUND))[:, None]
     known = (rows < N)[:, None] & (reason != 0)
     reason = jnp.where(beyond[:, None], jnp.where(known, reason, missing), reason)
+
+    def place(mine, chosen):
+        mine = jnp.where(beyond[:, None, None], 0, mine)
+        return jnp.where(here[:, None, None], chosen[pick][None], mine)
+
     return Match(
         rows=jnp.where(here, cand[pick], jnp.where(beyond, N, rows)),
         reason=jnp.where(here[:, None], c_reason[pick][None], reason),
-        held=jnp.where(
-            here[:, None, None], c_held[pick][None], jnp.where(beyond[:, None, None], 0, held)
-        ),
+        held=place(held, c_held),
+        copied=place(copied, c_copied),
         whole=whole,
         partial=partial,
     )
-
-
-def _is(lay: Layout, *kinds: Kind) -> np.ndarray:
-    """`bool[G]`: which groups have a rule of these kinds."""
-    return np.array([g.rule.kind in kinds for g in lay.groups])
-
-
-def _required(lay: Layout, position: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`i32[G]` twice: tokens `[lo, hi)` that each group must hold to resume at `position`."""
-    spans = [[x * g.rule.unit for x in required(g.rule, position)] for g in lay.groups]
-    lo, hi = zip(*spans, strict=True)
-    return jnp.stack(lo), jnp.stack(hi)
-
-
-def _runs(lay: Layout, reason, held, whole) -> jax.Array:
-    """`i32[G, S + 1]`: at each segment boundary, how far back rows are held without a gap.
-
-    For history in tokens from the start, or -1 after a hole; for a state 0 or, where a snapshot
-    was taken at that very boundary, 1.
-    """
-    full, mine = _held_to_end(lay, reason, held, whole)
-    gap = jax.lax.cummax(jnp.where(full, -1, jnp.arange(full.shape[1], dtype=jnp.int32)[None]), 1)
-    run = _run_since(lay, gap, mine, jnp.arange(full.shape[1], dtype=jnp.int32)[None])
-    return jnp.concatenate([jnp.zeros((full.shape[0], 1), jnp.int32), run], axis=1)
-
-
-def _runs_at(lay: Layout, reason, held, whole) -> jax.Array:
-    """`i32[G]`: what `_runs` says at the boundary after `whole` segments, without the others."""
-    full, mine = _held_to_end(lay, reason, held, whole)
-    column = jnp.arange(full.shape[1], dtype=jnp.int32)[None]
-    gap = jnp.max(jnp.where(full | (column >= whole), -1, column), axis=1, keepdims=True)
-    run = _run_since(lay, gap, mine, jnp.broadcast_to(whole - 1, (1, 1)))[:, 0]
-    return jnp.where(whole > 0, run, 0)
-
-
-def _held_to_end(lay: Layout, reason, held, whole) -> tuple[jax.Array, jax.Array]:
-    """Of each segment `bool[G, S]` whether it is held whole, `i32[G, S]` tokens up to its end."""
-    S = reason.shape[0]
-    column = jnp.arange(S, dtype=jnp.int32)[None]
-    begin, end = column * lay.segment_tokens, (column + 1) * lay.segment_tokens
-    lo, hi = held[..., 0].T, held[..., 1].T
-    to_end = (reason.T == 0) & (column < whole) & (hi == end)
-    kept = jnp.where(_is(lay, Kind.STATE)[:, None], 1, end - jnp.maximum(lo, begin))
-    return to_end & (lo <= begin), jnp.where(to_end, kept, 0)
-
-
-def _run_since(lay: Layout, gap, mine, column) -> jax.Array:
-    """`i32[G, n]`: runs up to the end of `column`, the last segment not held whole being `gap`."""
-    B = lay.segment_tokens
-    extra = jnp.take_along_axis(mine, jnp.maximum(gap, 0), axis=1)
-    run = (column - gap) * B + jnp.where(gap >= 0, extra, 0)
-    closed, state = lay.closed[:, None], _is(lay, Kind.STATE)[:, None]
-    run = jnp.where(closed & (gap >= 0), -1, run)
-    snapshot = jnp.take_along_axis(mine, jnp.broadcast_to(column, run.shape), axis=1) > 0
-    return jnp.where(state, snapshot.astype(jnp.int32), run)
-
-
-def _run_to(lay: Layout, reason, held, before, base, end) -> jax.Array:
-    """`i32[G]`: the runs at position `end`, inside one segment after the whole ones.
-
-    Args:
-        reason: `u8[G]` of that segment.
-        held: `i32[G, 2]` of that segment.
-        before: `i32[G]` the runs where the segment starts.
-        base: `i32[]` where it starts.
-        end: `i32[]`.
-    """
-    ok = reason == 0
-    lo, hi = held[:, 0], held[:, 1]
-    _, last = _required(lay, end)
-    fine = (before >= 0) & ((last <= base) | (ok & (hi >= last)))
-    mine = jnp.where(ok & (hi >= end) & (lo < end), end - jnp.maximum(lo, base), 0)
-    run = mine + jnp.where((mine > 0) & (lo <= base), before, 0)
-    run = jnp.where(lay.closed, jnp.where(fine, end, -1), run)
-    run = jnp.where(_is(lay, Kind.STATE), (ok & (hi == end)).astype(jnp.int32), run)
-    return jnp.where(end > base, run, before)
-
-
-def _enough(lay: Layout, position: jax.Array, run: jax.Array) -> jax.Array:
-    """`bool[G]`: whether runs `i32[G]` cover what each group requires to resume at `position`."""
-    lo, hi = _required(lay, position)
-    rolling = (lo >= hi) | (run >= position - lo)
-    rolling = jnp.where(_is(lay, Kind.STATE), (lo >= hi) | (run > 0), rolling)
-    return jnp.where(lay.closed, run >= 0, rolling)
 
 
 def assess(cache: Cache, match: Match, length, need: Need, word) -> Availability:
@@ -313,52 +239,52 @@ def assess(cache: Cache, match: Match, length, need: Need, word) -> Availability
     S = match.rows.shape[0]
     base = match.whole * B
     target = base + match.partial
-    inside = jnp.arange(1, B, dtype=jnp.int32)
-    aligned = jnp.arange(S + 1, dtype=jnp.int32) * B
-    positions = jnp.concatenate([aligned, base + inside])
-    valid = jnp.concatenate([aligned <= base, inside <= match.partial])
-    runs = _runs(lay, match.reason, match.held, match.whole)
-    before, spot = runs[:, match.whole], jnp.minimum(match.whole, S - 1)
-
-    def run_to(end):
-        return _run_to(lay, match.reason[spot], match.held[spot], before, base, end)
-
-    runs = jnp.concatenate([runs, jax.vmap(run_to, out_axes=1)(base + inside)], axis=1)
-    at_each = jax.vmap(lambda p, r: _enough(lay, p, r), in_axes=(0, 1), out_axes=1)
-    ok = at_each(positions, runs) & valid[None]
+    chain = (match.whole, match.partial)
+    b = boundaries(lay, match.reason, match.held, *chain)
+    positions, valid, ok = b.positions, b.valid, b.ok
     met = _verify.check_groups(ok)
-    replayable = not any(_is(lay, Kind.STATE))
+    replayable = not any(of_kind(lay, Kind.STATE))
     bound = lay.closed | (not replayable)
+    can = ok
+    if lay.disk:
+        every = np.ones(len(lay.groups), bool)
+        can = boundaries(lay, *fetched(match.reason, match.held, match.copied, every), *chain).ok
 
     # The vector, for a resume at `target`.
-    run = run_to(target)
-    enough = _enough(lay, target, run)
-    history_ok = jnp.all(enough | ~lay.closed)
-    lo, hi = _required(lay, target)
+    at = jnp.where(match.partial > 0, S + match.partial, match.whole)
+    run, covered = b.runs[:, at], ok[:, at]
+    history_ok = jnp.all(can[:, at] | ~lay.closed)
+    lo, hi = spans_of(lay, target)
 
-    def judge(begin, reason, held):
-        """One segment: status and reason per group."""
+    def judge(begin, reason, held, copied):
+        """One segment: status and reason per group, and which of them a copy makes good."""
         stop = jnp.minimum(hi, begin + B)
         needed = jnp.maximum(lo, begin) < stop
-        covers = (held[:, 0] <= jnp.maximum(lo, begin)) & (held[:, 1] >= stop)
-        state = _is(lay, Kind.STATE)
+        first = jnp.maximum(lo, begin)
+        covers = (held[:, 0] <= first) & (held[:, 1] >= stop)
+        helps = needed & (copied[:, 0] <= first) & (copied[:, 1] >= stop)
+        state = of_kind(lay, Kind.STATE)
         needed = jnp.where(state, (target > begin) & (target <= begin + B), needed)
         covers = jnp.where(state, held[:, 1] == target, covers)
-        can = history_ok & replayable & ~lay.closed
-        status = jnp.where(can, jnp.uint8(Status.RECOVER), jnp.uint8(Status.RECOMPUTE))
+        replay = history_ok & replayable & ~lay.closed
+        status = jnp.where(replay, jnp.uint8(Status.RECOVER), jnp.uint8(Status.RECOMPUTE))
         status = jnp.where((reason == 0) & covers, jnp.uint8(Status.REUSE), status)
         status = jnp.where(needed, status, jnp.uint8(Status.NOT_NEEDED))
         past = (begin >= target) & (begin < length)
         status = jnp.where(past, jnp.uint8(Status.RECOMPUTE), status)
         why = jnp.where(reason == 0, jnp.uint8(Reason.RANGE), reason)
-        return status, jnp.where(status >= Status.RECOVER, why, jnp.uint8(Reason.OK))
+        why = jnp.where(status >= Status.RECOVER, why, jnp.uint8(Reason.OK))
+        return status, why, helps & (status >= Status.RECOVER)
 
-    begin = aligned[:-1]
-    status, why = jax.vmap(judge)(begin, match.reason, match.held)
-    lost = jnp.where(enough | lay.closed, target, lo)
+    begin = jnp.arange(S, dtype=jnp.int32) * B
+    status, why, helps = jax.vmap(judge)(begin, match.reason, match.held, match.copied)
+    fetch = jnp.zeros(S, jnp.int32)
+    if lay.disk:
+        fetch = jnp.sum(jnp.where(helps, lay.group_bytes[None], 0), axis=1)
+    lost = jnp.where(covered | lay.closed, target, lo)
     have = jnp.stack([target - run, jnp.broadcast_to(target, run.shape)], -1)
     replay = target - replay_start(lay.layers, target, lost, have)
-    status, why, place = _by_form(cache, match.rows, status, why)
+    status, why, place = _by_form(cache, match.rows, status, why, helps)
     left = jnp.clip(length - begin, 0, B)[:, None]
     tokens = jnp.where(status == Status.RECOMPUTE, left, 0)
     tokens = jnp.where(status == Status.RECOVER, replay, tokens)
@@ -367,16 +293,17 @@ def assess(cache: Cache, match: Match, length, need: Need, word) -> Availability
         status=status, reason=why, place=place, tokens=tokens, group_reason=match.reason,
         rows=match.rows, version=take(cache.table.version, match.rows, 0),
         mark=jax.vmap(segment_mark)(rows_of(cache.table, match.rows)), held=match.held,
+        copied=match.copied, bytes=fetch,
         matched=target, length=length, need=need, asked=word,
         furthest=jnp.max(jnp.where(ok, positions[None], 0), axis=1), positions=positions,
         usable=valid & (met == 0),
-        recoverable=valid & jnp.all(ok | ~bound[:, None], axis=0),
+        recoverable=valid & jnp.all(can | ~bound[:, None], axis=0),
         boundary_reason=jnp.where(valid, met, jnp.uint8(Reason.NOT_FOUND)),
-        group_ok=ok, runs=runs, layout=lay,
+        group_ok=ok, runs=b.runs, layout=lay,
     )  # fmt: skip
 
 
-def _by_form(cache: Cache, rows, status, why):
+def _by_form(cache: Cache, rows, status, why, helps):
     """From groups to forms: the worst status and its reason, and where the bytes lie."""
     lay, S = cache.layout, rows.shape[0]
     best, reason = [], []
@@ -387,15 +314,14 @@ def _by_form(cache: Cache, rows, status, why):
             s = jnp.maximum(s, status[:, g])
         best.append(s)
         reason.append(r)
-    lacking = functools.reduce(jnp.logical_or, (s >= Status.RECOVER for s in best))
-    life = take(cache.table.life[:, Form.DISK], rows, 0)
-    disk = jnp.where(life == Life.STALE, jnp.uint8(Status.RECOMPUTE), jnp.uint8(Status.NOT_NEEDED))
-    disk = jnp.where(life == Life.ON_DISK, jnp.uint8(Status.RECOVER), disk)
-    best[Form.DISK] = jnp.where(lacking, disk, jnp.uint8(Status.NOT_NEEDED))
-    reason[Form.DISK] = jnp.where(
-        best[Form.DISK] == Status.RECOMPUTE, jnp.uint8(Reason.LIFECYCLE), jnp.uint8(Reason.OK)
-    )
     place = [jnp.where(s == Status.REUSE, jnp.uint8(Place.DEVICE), jnp.uint8(0)) for s in best]
-    stored = take(cache.table.place, rows, 0)
-    place[Form.DISK] = jnp.where(life == Life.ON_DISK, stored, jnp.uint8(Place.NONE))
+    if lay.disk:
+        lacking = functools.reduce(jnp.logical_or, (s >= Status.RECOVER for s in best))
+        life = take(cache.table.life[:, Form.DISK], rows, 0)
+        stale = lacking & (life == Life.STALE)
+        disk = jnp.where(jnp.any(helps, axis=1), jnp.uint8(Status.RECOVER), best[Form.DISK])
+        best[Form.DISK] = jnp.where(stale, jnp.uint8(Status.RECOMPUTE), disk)
+        reason[Form.DISK] = jnp.where(stale, jnp.uint8(Reason.LIFECYCLE), jnp.uint8(Reason.OK))
+        stored = take(cache.table.place, rows, 0)
+        place[Form.DISK] = jnp.where(life == Life.ON_DISK, stored, jnp.uint8(Place.NONE))
     return jnp.stack(best, -1), jnp.stack(reason, -1), jnp.stack(place, -1)

@@ -13,9 +13,11 @@ import numpy as np
 
 from hkv._arguments import check_type
 from hkv._availability import Availability
+from hkv._boundary import boundaries, fetched, spans_of
 from hkv._identity import Need, fold
-from hkv._layout import Layout
+from hkv._layout import FORMS, Form, Layout
 from hkv._rules import Kind, replay_start, required
+from hkv._slots import take
 
 
 @jax.tree_util.register_dataclass
@@ -26,26 +28,42 @@ class Costs:
     prefill: jax.Array  # f32[], of a token that runs through the model and is stored
     replay: jax.Array  # f32[], of a token that runs through the model to restore lost rows
     recover: jax.Array  # f32[], of each replay or refill, whatever its length
+    fetch: jax.Array  # f32[P], of a byte to fetch, by `Place`
 
 
-def costs(prefill: float = 1.0, replay: float = 1.0, recover: float = 0.0) -> Costs:
-    """Checked prices; `replay=math.inf` takes only what is usable as it stands.
+def costs(
+    prefill: float = 1.0, replay: float = 1.0, recover: float = 0.0, *, host: float = 0.0,
+    disk: float = 0.0, remote: float = 0.0,
+) -> Costs:  # fmt: skip
+    """Checked prices.
+
+    Args:
+        prefill: of a token that runs through the model and is stored.
+        replay: of a token that runs through the model to restore lost rows; `math.inf` takes only
+            what is usable as it stands.
+        recover: of each replay or refill, whatever its length.
+        host: of a byte to fetch from host memory; `math.inf` fetches none.
+        disk: of a byte to fetch from a local disk, likewise.
+        remote: of a byte to fetch from an object store, likewise.
 
     Raises:
         TypeError: a price that is no number.
         ValueError: a price that is NaN or negative, or an infinite `prefill`.
     """
-    for name, value in (("prefill", prefill), ("replay", replay), ("recover", recover)):
+    named = dict(
+        prefill=prefill, replay=replay, recover=recover, host=host, disk=disk, remote=remote
+    )
+    for name, value in named.items():
         if isinstance(value, bool) or not isinstance(value, int | float | np.number):
             raise TypeError(f"`{name}` is {value!r}; give a number")
         if math.isnan(value) or value < 0:
             raise ValueError(f"`{name}` is {value}; give a price of 0 or more")
     with np.errstate(over="ignore"):
-        prices = [np.float32(x) for x in (prefill, replay, recover)]
-    if np.isinf(prices[0]):
+        prices = {name: np.float32(named[name]) for name in ("prefill", "replay", "recover")}
+        fetch = np.array([np.inf, 0, host, disk, remote], np.float32)  # by Place
+    if np.isinf(prices["prefill"]):
         raise ValueError("`prefill` is infinite; then nothing could be run cold")
-    names = ("prefill", "replay", "recover")
-    return Costs(**dict(zip(names, jax.device_put(prices), strict=True)))
+    return Costs(**jax.device_put({**prices, "fetch": fetch}))
 
 
 @jax.tree_util.register_dataclass
@@ -63,6 +81,8 @@ class Plan:
     replay: jax.Array  # i32[Q, 2], run that restores rolling forms, up to `resume`
     replay_groups: jax.Array  # bool[Q, G], rolling groups that lost rows
     have: jax.Array  # i32[Q, G, 2], rows of rolling groups that pages still hold at `resume`
+    fetch: jax.Array  # bool[Q, S, F], forms to fetch first, after which to query again
+    fetch_bytes: jax.Array  # f32[Q], of these
     prefill: jax.Array  # i32[Q, 2], tokens to run as new
     cost: jax.Array  # f32[Q]
     cold: jax.Array  # f32[Q], cost of prefilling everything
@@ -78,6 +98,9 @@ class Plan:
         out = []
         for q in range(len(p.resume)):
             parts = [f"reuse {p.resume[q]}"]
+            if p.fetch[q].any():
+                names = [f.name for f in Form if p.fetch[q, :, f].any()]
+                parts.append(f"fetch {p.fetch_bytes[q]:,.0f} bytes of {', '.join(names)} first")
             if p.fill[q, 1] > p.fill[q, 0]:
                 names = [g.name for g, f in zip(p.layout.groups, p.fill_groups[q], strict=True)
                          if f]  # fmt: skip
@@ -125,17 +148,34 @@ def signed(plan: Plan) -> Plan:
 
 
 def _route_one(a: Availability, costs: Costs) -> Plan:
-    """The plan of one request, `a` without the axis Q. K boundaries are weighed at once."""
+    """The plan of one request, `a` without the axis Q."""
+    lay = a.layout
+    every = np.ones(len(lay.groups), bool)
+    if not lay.disk:
+        return _weigh(a, costs, ~every)
+    # Without copies, without those of what a replay can make anew, with all.
+    plans = [_weigh(a, costs, groups) for groups in (~every, lay.closed, every)]
+    best = jnp.argmin(jnp.stack([p.cost for p in plans]))
+    return jax.tree.map(lambda *x: jnp.stack(x)[best], *plans)
+
+
+def _weigh(a: Availability, costs: Costs, groups: np.ndarray) -> Plan:
+    """The best plan that fetches copies of some groups, `bool[G]`. K boundaries at once."""
     lay = a.layout
     B, G, S = lay.segment_tokens, len(lay.groups), a.rows.shape[0]
     position = a.positions  # [K]
     column = jnp.arange(S, dtype=jnp.int32)
     whole = a.matched // B  # segments that match whole, before the last shared token
     closed, units = lay.closed, lay.units
+    reason, held, runs, group_ok = a.group_reason, a.held, a.runs, a.group_ok
+    if groups.any():
+        reason, held = fetched(reason, held, a.copied, groups)
+        b = boundaries(lay, reason, held, whole, a.matched - whole * B)
+        runs, group_ok = b.runs, b.ok
 
     # Holes in history: whole segments before the boundary, of each history group.
-    full = a.held[..., 1] >= ((column + 1) * B)[:, None]
-    bad = (column < whole)[:, None] & ((a.group_reason != 0) | ~full) & closed[None]  # [S, G]
+    full = held[..., 1] >= ((column + 1) * B)[:, None]
+    bad = (column < whole)[:, None] & ((reason != 0) | ~full) & closed[None]  # [S, G]
     begin = (column * B)[:, None]
     first = jnp.min(jnp.where(bad, begin, lay.buckets[-1]), axis=0)  # [G]
     last = jax.lax.cummax(jnp.where(bad, begin + B, 0), axis=0)
@@ -162,12 +202,12 @@ def _route_one(a: Availability, costs: Costs) -> Plan:
         return start, gone, have
 
     hole, holed, fill_start = jax.vmap(fill)(position)
-    start, gone, have = jax.vmap(replay)(position, a.group_ok.T, a.runs.T)
+    start, gone, have = jax.vmap(replay)(position, group_ok.T, runs.T)
 
     # History inside the partly shared segment is not made again, and no state is.
     spot = jnp.minimum(whole, S - 1)
     top = position[:, None] // units[None] * units[None]
-    there = (a.group_reason[spot] == 0)[None] & (a.held[spot, :, 1][None] >= top)
+    there = (reason[spot] == 0)[None] & (held[spot, :, 1][None] >= top)
     partly = (position > whole * B)[:, None]
     possible = jnp.all(~partly | ~closed[None] | (top <= whole * B) | there, axis=1)
     if any(g.rule.kind is Kind.STATE for g in lay.groups):
@@ -179,6 +219,10 @@ def _route_one(a: Availability, costs: Costs) -> Plan:
 
     total = price(position - start, costs.replay) + price(hole[:, 1] - fill_start, costs.replay)
     total += (a.length - position).astype(jnp.float32) * costs.prefill
+    fetch, size = jnp.zeros((S, FORMS), bool), jnp.zeros((S, FORMS))
+    if groups.any():
+        size, since, fetch_price = _copies(a, groups, costs)
+        total += fetch_price
     cold = a.length.astype(jnp.float32) * costs.prefill
     total = jnp.where(position == 0, cold, jnp.where(possible, total, jnp.inf))
     best = jnp.min(total)
@@ -186,6 +230,8 @@ def _route_one(a: Availability, costs: Costs) -> Plan:
     pick = jnp.argmax(jnp.where(total == best, position, -1))
     resume = position[pick]
     used = column * B < resume
+    if groups.any():
+        fetch = (column[:, None] >= since[pick][None]) & used[:, None] & (size > 0)
     return Plan(
         rows=jnp.where(used, a.rows, lay.segments),
         version=jnp.where(used, a.version, jnp.uint32(0)),
@@ -197,6 +243,8 @@ def _route_one(a: Availability, costs: Costs) -> Plan:
         replay=jnp.stack([start[pick], resume]),
         replay_groups=gone[pick],
         have=have[pick],
+        fetch=fetch,
+        fetch_bytes=jnp.sum(jnp.where(fetch, size, 0.0)),
         prefill=jnp.stack([resume, a.length]),
         cost=best,
         cold=cold,
@@ -205,6 +253,36 @@ def _route_one(a: Availability, costs: Costs) -> Plan:
         word=a.asked,
         layout=lay,
     )
+
+
+def _copies(a: Availability, groups: np.ndarray, costs: Costs):
+    """What is to be fetched of the copies of some groups, `bool[G]`.
+
+    Returns:
+        `f32[S, F]` bytes that there are; `i32[K, F]` the first segment of which each boundary needs
+        them; `f32[K]` the price of all from there on.
+    """
+    lay, position = a.layout, a.positions
+    S, B = a.rows.shape[0], lay.segment_tokens
+    some = (a.copied[..., 0] < a.copied[..., 1]) & groups[None]
+    each = jnp.where(some, lay.group_bytes.astype(np.float32)[None], 0.0)
+    mine = lay.forms[:, None] == np.arange(FORMS)[None]  # [G, F]
+    size = each @ mine.astype(np.float32)
+    place = take(costs.fetch, a.place[:, Form.DISK].astype(jnp.int32), jnp.inf)[:, None]
+    never = (size > 0) & jnp.isinf(place)
+    price = jnp.where((size > 0) & ~never, size * place, 0.0)
+    total, bars = (
+        jnp.concatenate([jnp.zeros((1, FORMS), x.dtype), jnp.cumsum(x, axis=0, dtype=x.dtype)])
+        for x in (price, never.astype(jnp.int32))
+    )
+    end = jnp.minimum(-(-position // B), S)
+    lo, hi = jax.vmap(lambda p: spans_of(lay, p))(position)  # [K, G]
+    since = jnp.where(lo < hi, lo // B, end[:, None])
+    first = jnp.min(jnp.where(mine[None], since[..., None], end[:, None, None]), axis=1)
+    upto = jnp.arange(FORMS, dtype=jnp.int32)[None]
+    over = total[end] - total[first, upto]
+    barred = jnp.any(bars[end] > bars[first, upto], axis=1)
+    return size, first, jnp.where(barred, jnp.inf, jnp.sum(over, axis=1))
 
 
 def _leads(lay: Layout) -> np.ndarray:

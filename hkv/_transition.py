@@ -46,7 +46,7 @@ def _transition(cache: Cache, rows: jax.Array, forms: jax.Array, life: jax.Array
     asked = first_of(rows, N)[:, None] & forms[None]
     leased = (take(cache.table.pins, rows, 0) > 0)[:, None]
     stored = leased | (take(cache.table.length, rows, 0) > 0)[:, None]
-    known = jnp.asarray([f is Form.DISK or bool(lay.form_groups(f)) for f in Form])[None]
+    known = jnp.asarray([lay.has(f) for f in Form])[None]
     old = take(cache.table.life, rows, 0)
     new = jnp.where(asked, life, old)
     held = leased & spoils(old, new) & (new != Life.STALE)

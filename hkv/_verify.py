@@ -9,6 +9,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from hkv._arguments import check_array, check_type
 from hkv._availability import Reason
@@ -198,6 +199,22 @@ def check_segment(cache: Cache, seg: Segment, ask: Ask, need: Need) -> jax.Array
         check_abi(cache.layout, seg, need),
         check_bytes(cache.layout, seg, need),
     )
+
+
+def copy_holds(layout: Layout, seg: Segment, need: Need) -> jax.Array:
+    """`bool[G]`: whether the DISK form of a segment has rows of a group that may be fetched.
+
+    They mean to this build's kernels what they meant to the writer, and the device has none of its
+    own there. Bytes are verified when they are read. The segment itself is the caller's to check.
+    """
+    lo, hi = seg.copied[:, 0] - seg.start, seg.copied[:, 1] - seg.start
+    whole = seg.length // layout.units * layout.units
+    right = jnp.where(layout.closed, (lo == 0) & (hi == whole), (lo >= 0) & (hi <= seg.length))
+    life = seg.life[layout.forms]
+    off = (life == Life.EMPTY) | (life == Life.ON_DISK)
+    fits = check_abi(layout, seg, need) == 0
+    right &= np.array([g.rule.kind is not Kind.STATE for g in layout.groups])
+    return fits & off & right & (lo < hi) & (seg.life[Form.DISK] == Life.ON_DISK)
 
 
 def first_reason(*reasons: jax.Array) -> jax.Array:

@@ -5,6 +5,7 @@ with Python sets of row numbers, straight from what each rule requires. Only the
 are filled by the library's own functions, since they prove nothing.
 """
 
+import copy
 import dataclasses
 import functools
 
@@ -347,7 +348,7 @@ class Oracle:
 
     def fault(self, row, s, parent, shared, g):
         """The first of the four levels' checks that fails for one group, or OK."""
-        t, a, spec = self.store.table, self.asked, self.layout.groups[g]
+        t, spec = self.store.table, self.layout.groups[g]
         link = self.link_fault(row, s, parent, shared)
         if link is not None:
             return link
@@ -373,6 +374,17 @@ class Oracle:
             return Reason.STAMP
         if not t["digest"][row, g].any():
             return Reason.DIGEST
+        if self.meaning_fault(row, g) is not Reason.OK:
+            return self.meaning_fault(row, g)
+        if not t["codes"][row, g].all():
+            return Reason.SHARD
+        if (t["codes"][row, g] != self.store.codes[g]).any():
+            return Reason.BYTES
+        return Reason.OK
+
+    def meaning_fault(self, row, g):
+        """The first check of what the bytes mean that fails, or OK."""
+        t, a, spec = self.store.table, self.asked, self.layout.groups[g]
         if t["abi"][row, g] != self.layout.abi[g]:
             return Reason.ABI
         if t["epoch"][row] != a.epoch:
@@ -381,11 +393,23 @@ class Oracle:
             return Reason.INDEXER_VERSION
         if t["provenance"][row] > a.provenance:
             return Reason.PROVENANCE
-        if not t["codes"][row, g].all():
-            return Reason.SHARD
-        if (t["codes"][row, g] != self.store.codes[g]).any():
-            return Reason.BYTES
         return Reason.OK
+
+    def copy_of(self, row, g):
+        """The positions that can be fetched of one group, absolute, as a range; None for none."""
+        t, spec = self.store.table, self.layout.groups[g]
+        if not self.layout.disk or t["life"][row, Form.DISK] != Life.ON_DISK:
+            return None
+        if t["life"][row, spec.form] not in (Life.EMPTY, Life.ON_DISK):
+            return None
+        if self.meaning_fault(row, g) is not Reason.OK or spec.rule.kind is Kind.STATE:
+            return None
+        start, length = int(t["start"][row]), int(t["length"][row])
+        lo, hi = (int(x) for x in t["copied"][row, g])
+        whole = length // spec.rule.unit * spec.rule.unit
+        if self.closed(g) and (lo, hi) != (start, start + whole):
+            return None
+        return (lo, hi) if start <= lo < hi <= start + length else None
 
     def _follow(self):
         self.limit = max(len(self.prompt) - 1, 0)
@@ -425,7 +449,7 @@ class Oracle:
     def _finish(self, pick):
         self.pick, self.partial = pick, 0
         t, parent = self.store.table, None
-        self.rows, self.reasons, self.held = [], [], []
+        self.rows, self.reasons, self.held, self.copies = [], [], [], []
         for s in range(self.S):
             row = self.by_key[s]
             if s < self.whole:
@@ -455,15 +479,22 @@ class Oracle:
         self.rows.append(row)
         self.reasons.append(why)
         self.held.append([tuple(int(x) for x in h) for h in held])
+        copies = [None if row is None else self.copy_of(row, g) for g in range(self.G)]
+        start = self.asked.start
+        self.copies.append([c and (c[0] - start, c[1] - start) for c in copies])
 
-    def group_rows(self, g):
-        """Row numbers of one group that verified segments hold along the prompt."""
+    def group_rows(self, g, fetched=False):
+        """Row numbers of one group that verified segments hold along the prompt.
+
+        With `fetched` as it would be once all copies that there are had been fetched.
+        """
         rule, out = self.layout.groups[g].rule, set()
         tokens = set()
         for s, row in enumerate(self.rows):
-            if row is None or self.reasons[s][g] is not Reason.OK:
+            other = self.copies[s][g] if fetched else None
+            if row is None or (self.reasons[s][g] is not Reason.OK and other is None):
                 continue
-            lo, hi = self.held[s][g]
+            lo, hi = other or self.held[s][g]
             if rule.kind is Kind.STATE:
                 out |= {hi} if hi > s * self.B else set()
             tokens |= set(range(max(lo, s * self.B), min(hi, (s + 1) * self.B)))
@@ -476,11 +507,11 @@ class Oracle:
     def group_ok(self, g, p):
         return needed(self.layout.groups[g].rule, p) <= self.group_rows(g)
 
-    def sets(self):
+    def sets(self, fetched=False):
         """Per group the set of its own boundaries."""
         out = []
         for g, spec in enumerate(self.layout.groups):
-            rows = self.group_rows(g)
+            rows = self.group_rows(g, fetched)
             out.append({p for p in self.positions if needed(spec.rule, p) <= rows})
         return out
 
@@ -503,13 +534,13 @@ class Oracle:
         return not any(g.rule.kind is Kind.STATE for g in self.layout.groups)
 
     def recoverable(self):
-        sets = self.sets()
+        sets = self.sets(fetched=True)
         bound = [x for g, x in enumerate(sets) if self.closed(g) or not self.replayable()]
         return set(self.positions).intersection(*bound)
 
     def group_status(self):
         """Per segment and group (status, reason) for a resume at `matched`."""
-        sets, p = self.sets(), self.matched
+        sets, p = self.sets(fetched=True), self.matched
         history = all(p in sets[g] for g in range(self.G) if self.closed(g))
         out = []
         for s in range(self.S):
@@ -543,6 +574,28 @@ class Oracle:
             out.append(line)
         return out
 
+    def fetched(self, groups):
+        """As it would be once the copies of these groups had been fetched."""
+        o = copy.copy(self)
+        o.reasons, o.held = ([list(line) for line in x] for x in (self.reasons, self.held))
+        for s in range(self.S):
+            for g in groups:
+                if self.copies[s][g]:
+                    o.reasons[s][g], o.held[s][g] = Reason.OK, self.copies[s][g]
+        return o
+
+    def to_fetch(self, s):
+        """Groups that lack rows of a segment for a resume at `matched`, all of which a copy has."""
+        out = []
+        for g, (status, _) in enumerate(self.group_status()[s]):
+            u, held = self.layout.groups[g].rule.unit, self.copies[s][g]
+            want = needed(self.layout.groups[g].rule, self.matched)
+            mine = {r * u for r in want if s * self.B <= r * u < (s + 1) * self.B}
+            if status >= Status.RECOVER and held and mine:
+                if held[0] <= min(mine) and max(mine) + u <= held[1]:
+                    out.append(g)
+        return out
+
     def replay_tokens(self, p):
         """Tokens of the replay that restores every rolling group at `p`."""
         sets = self.sets()
@@ -573,8 +626,10 @@ class Oracle:
             life = Life.EMPTY if row is None else Life(t["life"][row, Form.DISK])
             lacking = any(x[0] >= Status.RECOVER for x in line.values())
             line[Form.DISK] = (Status.NOT_NEEDED, Reason.OK, 0, hkv.Place.NONE)
-            if life is Life.ON_DISK:
-                status = Status.RECOVER if lacking else Status.NOT_NEEDED
+            if not self.layout.disk:
+                pass
+            elif life is Life.ON_DISK:
+                status = Status.RECOVER if self.to_fetch(s) else Status.NOT_NEEDED
                 line[Form.DISK] = (status, Reason.OK, 0, hkv.Place(t["place"][row]))
             elif life is Life.STALE and lacking:
                 line[Form.DISK] = (Status.RECOMPUTE, Reason.LIFECYCLE, 0, hkv.Place.NONE)

@@ -21,12 +21,13 @@ Q = 3
 LAYOUTS = {
     "full and sliding": layout(
         group("kv", history(1), rows_per_page=4), group("win", window(5), (1,), rows_per_page=3),
-        buckets=(24, 48),
+        buckets=(24, 48), disk=True,
     ),
     "compressed": layout(
         group("c", history(4), (1,)),
         group("t", tail(4, True), (1,), rows_per_page=6),
         group("w", window(7), (0, 1, 2), rows_per_page=4),
+        disk=True,
     ),
     "compressed, indexed": layout(
         group("c", history(4), rows_per_page=1),
@@ -34,10 +35,12 @@ LAYOUTS = {
         group("keys", hkv.indexer(4)),
         group("ti", tail(4, True), form=Form.INDEXER),
         group("w", window(9), (0, 1), rows_per_page=12),
+        disk=True,
     ),
-    "recurrent": layout(group("kv", history(1), (1,)), group("s", hkv.state(), (0, 2))),
+    "recurrent": layout(group("kv", history(1), (1,)), group("s", hkv.state(), (0, 2)), disk=True),
     "two windows": layout(
-        group("near", window(3), (0, 2), rows_per_page=2), group("far", window(30), (1,))
+        group("near", window(3), (0, 2), rows_per_page=2), group("far", window(30), (1,)),
+        disk=True,
     ),
     "chunked": layout(
         group("kv", history(1), (3,), rows_per_page=6),
@@ -50,6 +53,7 @@ LAYOUTS = {
         group("keys", hkv.indexer(2), rows_per_page=2),
         group("route", hkv.state(), form=Form.INDEXER),
         group("ch", chunk(5), (1,), rows_per_page=4),
+        disk=True,
     ),
     "ratio of a segment": layout(
         group("c", history(16)), group("t", tail(16)), group("w", window(1), (1,)),
@@ -58,7 +62,7 @@ LAYOUTS = {
 }  # fmt: skip
 ROW_DAMAGE = (
     "epoch", "indexer_version", "provenance", "life", "parent", "parent_born", "start", "identity",
-    "media", "unlisted", "length", "disk",
+    "media", "unlisted", "length", "disk", "disk", "disk",
 )  # fmt: skip
 GROUP_DAMAGE = (
     "held",
@@ -111,6 +115,13 @@ def _damage(r, store, row, rate):
     elif kind == "disk":
         t["life"][row, Form.DISK] = r.choice((Life.ON_DISK, Life.STALE, Life.OFFLOADING))
         t["place"][row] = r.choice((hkv.Place.HOST, hkv.Place.LOCAL_DISK, hkv.Place.REMOTE))
+        start, length = int(t["start"][row]), int(t["length"][row])
+        for g, spec in enumerate(lay.groups):
+            lo, hi = r.choice(((0, length), (0, length), (r.randint(0, length), length), (0, 0)))
+            u = spec.rule.unit
+            t["copied"][row, g] = (start + lo // u * u, start + hi // u * u)
+            if r.random() < 0.7:
+                t["life"][row, spec.form] = r.choice((Life.EMPTY, Life.ON_DISK))
     elif kind == "parent":
         t["parent"][row] = r.randrange(lay.segments + 1)
     elif kind == "length":
@@ -208,6 +219,9 @@ def compare(a, store, prompt, want):
     assert a.version.tolist() == versions
     assert a.held.tolist() == [[list(h) for h in line] for line in o.held]
     assert a.group_reason.tolist() == o.reasons
+    assert a.copied.tolist() == [[list(c or (0, 0)) for c in line] for line in o.copies]
+    sizes = [lay.segment_pages(g) * g.page_bytes for g in lay.groups]
+    assert a.bytes.tolist() == [sum(sizes[g] for g in o.to_fetch(s)) for s in range(o.S)]
     sets = o.sets()
     for g, mine in enumerate(sets):
         assert boundaries(a, "group_ok", g) == mine, lay.groups[g]

@@ -21,6 +21,9 @@ PRICES = st.fixed_dictionaries({
     "prefill": st.sampled_from((0.25, 1.0, 3.0)),
     "replay": st.sampled_from((0.0, 0.125, 0.5, 1.0, 3.0, math.inf)),
     "recover": st.sampled_from((0.0, 0.5, 5.0, 40.0)),
+    "host": st.sampled_from((0.0, math.inf)),
+    "disk": st.sampled_from((0.0, 1 / 1024, 1 / 64, math.inf)),
+    "remote": st.sampled_from((0.0, 1 / 128)),
 })  # fmt: skip
 
 
@@ -35,6 +38,9 @@ class Way:
     holed: set
     start: int  # of the replay
     gone: set
+    fetch: set  # of (segment, form)
+    size: int  # of these, in bytes
+    o: Oracle  # as it is then
 
 
 def _lead(lay, g):
@@ -48,7 +54,30 @@ def _lead(lay, g):
 
 
 def ways(o, prices):
-    """Every way that is exact, with its price."""
+    """Every exact way with its price: without copies, with those of histories, with all."""
+    every = set(range(len(o.layout.groups)))
+    sets = [set(), {g for g in every if o.closed(g)}, every] if o.layout.disk else [set()]
+    return [w for groups in sets for w in _ways(o, o.fetched(groups), groups, prices)]
+
+
+def _fetches(o, groups, p):
+    """Forms of segments to fetch for a resume at `p`, and their sizes by place."""
+    lay, out, sizes = o.layout, set(), {}
+    for f in hkv.Form:
+        mine = [g for g in lay.form_groups(f)]
+        rows = {r * lay.groups[g].rule.unit for g in mine for r in planted.needed(
+            lay.groups[g].rule, p)}  # fmt: skip
+        for s in range(min(rows, default=p) // o.B, math.ceil(p / o.B)) if rows else ():
+            loads = [g for g in mine if g in groups and o.copies[s][g]]
+            place = hkv.Place(o.store.table["place"][o.rows[s]]) if loads else None
+            for g in loads:
+                out.add((s, f))
+                size = lay.segment_pages(lay.groups[g]) * lay.groups[g].page_bytes
+                sizes[place] = sizes.get(place, 0) + size
+    return out, sizes
+
+
+def _ways(plain, o, groups, prices):
     lay, n, B = o.layout, len(o.prompt), o.B
     sets, out = o.sets(), []
     groups = range(len(lay.groups))
@@ -82,16 +111,24 @@ def ways(o, prices):
         cost = (n - p) * prices["prefill"]
         for tokens in (p - start, fill[1] - begin):
             cost += tokens * prices["replay"] + prices["recover"] if tokens else 0.0
+        fetch, sizes = _fetches(plain, groups, p)
+        for place, size in sizes.items():
+            price = {hkv.Place.HOST: "host", hkv.Place.LOCAL_DISK: "disk"}.get(place, "remote")
+            cost += size * prices.get(price, 0.0)
         if p and math.isinf(cost):
             continue
-        out.append(Way(p, cost, fill, begin, set(holes), start, gone))
+        total = sum(sizes.values())
+        out.append(Way(p, cost, fill, begin, set(holes), start, gone, fetch, total, o))
     return out
 
 
 def expect(plan, o, prices):
     """One request's plan is the cheapest way, of equal ones the longest."""
     lay = o.layout
-    best = min(ways(o, prices), key=lambda w: (w.cost, -w.at))
+    all_ways = ways(o, prices)
+    best = min(all_ways, key=lambda w: w.cost)
+    best = min((w for w in all_ways if w.o is best.o), key=lambda w: (w.cost, -w.at))
+    o = best.o
     names = range(len(lay.groups))
     assert plan.resume == best.at and plan.cost == best.cost, (plan.resume, plan.cost, best)
     assert plan.cold == len(o.prompt) * prices["prefill"] and plan.cost <= plan.cold
@@ -100,6 +137,8 @@ def expect(plan, o, prices):
     assert plan.replay.tolist() == [best.start, best.at]
     assert {g for g in names if plan.replay_groups[g]} == best.gone
     assert plan.prefill.tolist() == [best.at, len(o.prompt)]
+    assert {(s, f) for s, f in np.argwhere(plan.fetch).tolist()} == best.fetch
+    assert plan.fetch_bytes == best.size
     for g, spec in enumerate(lay.groups):
         if not o.closed(g) and spec.rule.kind is not Kind.STATE:
             assert plan.have[g].tolist() == [best.at - o.run(g, best.at), best.at]
