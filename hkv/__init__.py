@@ -82,6 +82,14 @@ from hkv._view import view as view
 # isort: split
 # Publish and give memory back.
 from hkv._caps import set_caps as set_caps
+from hkv._copies import Copies as Copies
+from hkv._copies import Loading as Loading
+from hkv._copies import adopt as adopt
+from hkv._copies import begin_load as begin_load
+from hkv._copies import end_load as end_load
+from hkv._copies import load as load
+from hkv._copies import offload as offload
+from hkv._copies import offloaded as offloaded
 from hkv._evict import drop as drop
 from hkv._evict import invalidate as invalidate
 from hkv._pages import occupancy as occupancy

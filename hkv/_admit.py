@@ -24,6 +24,7 @@ from hkv._cache import (
     same_generation,
 )
 from hkv._caps import charged, usage, weighed
+from hkv._evict import idle
 from hkv._identity import Need, segment_mark
 from hkv._layout import DEVICE_FORMS, FORMS, Form, Layout
 from hkv._lease import FOREVER, Lease, check_fits, check_lease
@@ -316,12 +317,12 @@ def _reserve(cache: Cache, x: _Source, total: jax.Array, grow: bool):
     def could_go():
         """What eviction could free: pages, units of the caps, rows. Looks at the whole table."""
         kept = jnp.where(reused, x.rows, N)
-        idle = put((t.pins == 0) & (t.length > 0), kept, jnp.zeros(S, bool))
-        pages = _held(cache, idle)
-        theirs = _held(cache, idle & (t.tenant == x.need.tenant)) if lay.tenants else pages
+        loose = put(idle(cache), kept, jnp.zeros(S, bool))
+        pages = _held(cache, loose)
+        theirs = _held(cache, loose & (t.tenant == x.need.tenant)) if lay.tenants else pages
         units = jnp.where(jnp.arange(1 + lay.tenants)[:, None] > 0, charge(theirs),
                           weighed(cache, pages)[None])  # fmt: skip
-        return pages, units, jnp.sum(idle, dtype=jnp.int32)
+        return pages, units, jnp.sum(loose, dtype=jnp.int32)
 
     short = jnp.any(need > free) | (need_rows > cache.n_free_rows)
     short |= jnp.any((cap_used + cap_need > cap) & (cap_need > 0))

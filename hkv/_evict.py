@@ -13,7 +13,7 @@ import numpy as np
 from hkv._arguments import check_array
 from hkv._cache import PROBE, WAYS, Cache, bumped, check_cache, form_bits, openings_of, rows_of
 from hkv._identity import opening_slots
-from hkv._layout import DEVICE_FORMS, FORMS, Form
+from hkv._layout import FORMS
 from hkv._lifecycle import Life, move, spoils
 from hkv._lookup import index_base
 from hkv._pages import push_pages, push_rows
@@ -66,6 +66,12 @@ def _drop_pages(cache: Cache, rows: jax.Array, gone: jax.Array) -> Cache:
     digest = t.digest.at[where].set(jnp.uint32(0), mode="drop", wrap_negative_indices=False)
     table = dataclasses.replace(t, pages=tuple(pages), held=held, digest=digest)
     return dataclasses.replace(cache, table=table, pools=tuple(pools))
+
+
+def idle(cache: Cache) -> jax.Array:
+    """`bool[N]`: published segments that nobody holds, and into which nothing is being loaded."""
+    t = cache.table
+    return (t.pins == 0) & (t.length > 0) & ~jnp.any(t.life == Life.LOADING, axis=1)
 
 
 def drop_forms(cache: Cache, rows: jax.Array, forms: jax.Array, mask: jax.Array):
@@ -150,7 +156,7 @@ def _drop(cache: Cache, rows: jax.Array, forms: jax.Array):
 
 
 def invalidate(cache: Cache, rows: jax.Array) -> tuple[Cache, jax.Array]:
-    """Marks segments STALE in all their device forms, pinned or not: no query returns them again.
+    """Marks segments STALE in all their forms, pinned or not: no query returns them again.
 
     Donates `cache`. Running leases on them fail their next check; memory returns by eviction,
     stale segments first.
@@ -170,6 +176,5 @@ def invalidate(cache: Cache, rows: jax.Array) -> tuple[Cache, jax.Array]:
 @functools.partial(jax.jit, donate_argnames=("cache",))
 def _invalidate(cache: Cache, rows: jax.Array) -> tuple[Cache, jax.Array]:
     every = jnp.arange(cache.layout.segments, dtype=jnp.int32)
-    forms = jnp.asarray([f in DEVICE_FORMS for f in Form])
-    cache, moved = set_life(cache, every, forms, Life.STALE, rows)
+    cache, moved = set_life(cache, every, jnp.ones(FORMS, bool), Life.STALE, rows)
     return cache, jnp.sum(jnp.any(moved, -1), dtype=jnp.int32)

@@ -119,7 +119,14 @@ def _publish_one(cache: Cache, lease: Lease, tokens, length, prompt, every, ok, 
     parent = jnp.concatenate([jnp.full(1, N, jnp.int32), canon[:-1]])
 
     after, before = block_keys(tokens.reshape(S, B), need.identity, need.start, need.media)
-    cache = _describe(cache, lease, rows, fresh, parent, n, begin, after, before, need)
+    held = _held(lay, lease, need.start + begin, begin, n)
+    # What is computed from a segment is at best what that segment was.
+    worst = jnp.max(take(cache.table.provenance, rows, 0))
+    provenance = put(cache.table.provenance, jnp.where(fresh, rows, N), jnp.full(S, worst))
+    cache = dataclasses.replace(
+        cache, table=dataclasses.replace(cache.table, provenance=provenance)
+    )
+    cache = describe_rows(cache, rows, fresh, parent, n, begin, after, before, held, need)
     bad = (found.reason != 0) & (found.rows == rows)[:, None]
     cache, lease, given = _give_back(cache, lease, ok, need, bad)
     # A window that has slid on leaves nothing behind; it says so where that ends no other's lease.
@@ -140,7 +147,7 @@ def _publish_one(cache: Cache, lease: Lease, tokens, length, prompt, every, ok, 
     # the new segment: it is superseded.
     old = jax.vmap(lambda key: by_key(cache, key, need.epoch))(after)
     cache = unlist(cache, old, fresh & (n == B) & (old < N) & (old != rows))
-    cache = _list(cache, rows, fresh, n)
+    cache = list_rows(cache, rows, fresh, n)
     at = jnp.where(fresh & (parent < N), parent, N)
     children = add(cache.table.children, at, jnp.ones(S, jnp.int32))
     cache = dataclasses.replace(cache, table=dataclasses.replace(cache.table, children=children))
@@ -166,12 +173,8 @@ def _value(cache: Cache, canon, rows, fresh, end, prompt, every) -> Cache:
     return dataclasses.replace(cache, table=table)
 
 
-def _describe(cache, lease, rows, fresh, parent, n, begin, after, before, need) -> Cache:
-    """Writes down what each fresh segment is and what it holds."""
-    lay, t, N = cache.layout, cache.table, cache.layout.segments
-    S, G = rows.shape[0], len(lay.groups)
-    at = jnp.where(fresh, rows, N)
-    start = need.start + begin
+def _held(lay, lease: Lease, start, begin, n) -> jax.Array:
+    """`i32[S, G, 2]`: positions whose rows a request has, of `n` tokens of each segment."""
     held = []
     for g, spec in enumerate(lay.groups):
         u = spec.rule.unit
@@ -184,9 +187,27 @@ def _describe(cache, lease, rows, fresh, parent, n, begin, after, before, need) 
         any_kept = lease.have[g, 1] > lease.have[g, 0]
         first = jnp.where(any_kept, lease.have[g, 0], lease.write[g, 0])
         held.append(jnp.stack([start + jnp.clip(first - begin, 0, n), start + n], -1))
+    return jnp.stack(held, 1)
 
-    # What is computed from a segment is at best what that segment was.
-    worst = jnp.max(take(t.provenance, rows, 0))
+
+def describe_rows(cache, rows, fresh, parent, n, begin, after, before, held, need) -> Cache:
+    """Writes down what each fresh segment is and what it holds.
+
+    Args:
+        cache: the cache.
+        rows: `i32[S]` along one prefix.
+        fresh: `bool[S]` which of them.
+        parent: `i32[S]` rows.
+        n: `i32[S]` tokens.
+        begin: `i32[S]` where each begins, from the start of the request.
+        after: `u32[S, 2]` keys, and before: those of the prefix before each.
+        held: `i32[S, G, 2]` positions.
+        need: of the request.
+    """
+    lay, t, N = cache.layout, cache.table, cache.layout.segments
+    S, G = rows.shape[0], len(lay.groups)
+    at = jnp.where(fresh, rows, N)
+    start = need.start + begin
 
     def all_rows(x):
         return jnp.broadcast_to(x[None], (S, *x.shape))
@@ -203,11 +224,10 @@ def _describe(cache, lease, rows, fresh, parent, n, begin, after, before, need) 
         media=put(t.media, at, need.media),
         epoch=put(t.epoch, at, all_rows(need.epoch)),
         indexer_version=put(t.indexer_version, at, all_rows(need.indexer_version)),
-        provenance=put(t.provenance, at, all_rows(worst)),
         used=put(t.used, at, jnp.broadcast_to(cache.clock, (S, FORMS))),
         abi=put(t.abi, at, all_rows(need.abi)),
         codes=put(t.codes, at, all_rows(need.codes)),
-        held=put(t.held, at, jnp.stack(held, 1)),
+        held=put(t.held, at, held),
         digest=put(t.digest, at, jnp.zeros((S, G, 2), jnp.uint32)),
     )
     return dataclasses.replace(cache, table=table)
@@ -238,7 +258,7 @@ def _extent(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.argmax(mask).astype(jnp.int32), jnp.where(jnp.any(mask), last, 0)
 
 
-def _list(cache: Cache, rows, fresh, n) -> Cache:
+def list_rows(cache: Cache, rows, fresh, n) -> Cache:
     """Enters segments into the two indexes."""
     lay, N = cache.layout, cache.layout.segments
     seg = rows_of(cache.table, jnp.where(fresh, rows, N))

@@ -16,7 +16,7 @@ import numpy as np
 from hkv._arguments import check_array
 from hkv._cache import Cache, check_cache
 from hkv._caps import charged, usage, weighed
-from hkv._evict import drop_forms, free_segments
+from hkv._evict import drop_forms, free_segments, idle
 from hkv._layout import DEVICE_FORMS, Form, Layout
 from hkv._lifecycle import Life
 from hkv._rules import replay_start, required
@@ -108,10 +108,6 @@ def _cheapest_first(lay: Layout) -> tuple[Form, ...]:
     return tuple(sorted(cost, key=cost.__getitem__))
 
 
-def _idle(cache: Cache, theirs: jax.Array) -> jax.Array:
-    return (cache.table.pins == 0) & (cache.table.length > 0) & theirs
-
-
 def _score(cache: Cache, can: jax.Array, rank: jax.Array, form: Form) -> jax.Array:
     """`i32[N]`: who goes first, by rank (0 to 3) and then age; -1 for those who cannot go."""
     age = jnp.minimum(cache.clock - cache.table.used[:, form], jnp.uint32(_AGE - 1))
@@ -129,7 +125,7 @@ def _drop_some(cache: Cache, form: Form, lack: _Lack, theirs: jax.Array):
     """Drops one form of as many segments as it takes, VICTIMS at most; how many."""
     lay, t = cache.layout, cache.table
     life = t.life[:, form]
-    can = _idle(cache, theirs) & ((life == Life.READY) | (life == Life.STALE))
+    can = idle(cache) & theirs & ((life == Life.READY) | (life == Life.STALE))
     rank = 2 - jnp.minimum(t.worth, jnp.uint8(2)).astype(jnp.int32)
     mine = lay.forms == form
     caps = jnp.any((cache.caps.weight > 0) & mine[None], axis=1)
@@ -145,7 +141,7 @@ def _drop_some(cache: Cache, form: Form, lack: _Lack, theirs: jax.Array):
 def _free_some(cache: Cache, lack: _Lack, theirs: jax.Array):
     """Frees whole segments, the least recently used leaf first, VICTIMS at most; how many."""
     N = cache.layout.segments
-    scores = _score(cache, _idle(cache, theirs), jnp.zeros(N, jnp.int32), Form.COMPRESSED)
+    scores = _score(cache, idle(cache) & theirs, jnp.zeros(N, jnp.int32), Form.COMPRESSED)
     leaf = jnp.where(cache.table.children == 0, scores, -1)
     every = np.ones(len(cache.pools), bool)
     rows, n = _choose(cache, leaf, lack, every, scores)

@@ -268,7 +268,7 @@ def _copies(a: Availability, groups: np.ndarray, costs: Costs):
     each = jnp.where(some, lay.group_bytes.astype(np.float32)[None], 0.0)
     mine = lay.forms[:, None] == np.arange(FORMS)[None]  # [G, F]
     size = each @ mine.astype(np.float32)
-    place = take(costs.fetch, a.place[:, Form.DISK].astype(jnp.int32), jnp.inf)[:, None]
+    place = take(costs.fetch, a.place[:, Form.DISK].astype(jnp.int32), 0)[:, None]
     never = (size > 0) & jnp.isinf(place)
     price = jnp.where((size > 0) & ~never, size * place, 0.0)
     total, bars = (
