@@ -106,3 +106,4 @@ from hkv._trim import trim as trim
 # The host side.
 from hkv.manager import Manager as Manager
 from hkv.manager import Request as Request
+from hkv.manager import Tier as Tier

@@ -15,10 +15,11 @@ from hkv._admit import Admission, Blocker, Verdict
 from hkv._arguments import check_array, check_type
 from hkv._cache import Cache, Segment, bumped, check_cache, rows_of, same_generation
 from hkv._caps import charged, usage, weighed
-from hkv._evict import _drop_pages, set_life
+from hkv._evict import _drop_pages, set_life, unlist
 from hkv._identity import Need, block_keys, segment_mark
 from hkv._layout import DEVICE_FORMS, FORMS, Form, Layout
 from hkv._lifecycle import Life
+from hkv._lookup import by_key
 from hkv._pages import pop_pages, pop_rows
 from hkv._publish import describe_rows, list_rows
 from hkv._query import check_batch, check_need, find
@@ -210,11 +211,14 @@ def _adopt(cache: Cache, need: Need, tokens, copied, place, provenance):
     fits = (lo >= 0) & (lo < hi) & (hi <= B)
     there = jnp.any(fits, axis=1) & jnp.all(tokens.reshape(S, B) >= 0, axis=1)
     found = find(cache, tokens, jnp.int32(S * B), need, all_but_one=False)
-    known = column < found.whole
+    t = cache.table
+    same = take(t.epoch, found.rows, 0) == need.epoch
+    if lay.has(Form.INDEXER):
+        same &= take(t.indexer_version, found.rows, 0) == need.indexer_version
+    known = jnp.cumprod((column < found.whole) & same) > 0
     new = (jnp.cumprod(known | there) > 0) & ~known
     hold = jnp.where(known, found.rows, N)
     one = jnp.ones(S, jnp.int32)
-    t = cache.table
     cache = dataclasses.replace(
         cache, table=dataclasses.replace(t, pins=add(t.pins, hold, one)), clock=cache.clock + 1
     )
@@ -243,6 +247,9 @@ def _adopt(cache: Cache, need: Need, tokens, copied, place, provenance):
     after, before = block_keys(tokens.reshape(S, B), need.identity, need.start, need.media)
     n = jnp.full(S, B, jnp.int32)
     cache = describe_rows(cache, rows, new, parent, n, begin, after, before, nothing, need)
+    # What stands under the same key and is of other weights would hide it.
+    other = jax.vmap(lambda key: by_key(cache, key, need.epoch))(after)
+    cache = unlist(cache, other, new & (other < N))
     ids = put(cache.tokens, at, tokens.reshape(S, B))
     cache = list_rows(dataclasses.replace(cache, tokens=ids), rows, new, n)
 

@@ -37,6 +37,9 @@ class Counters:
     tokens_reused: int = 0
     tokens_replayed: int = 0
     tokens_prefilled: int = 0
+    bytes_stored: int = 0  # in the store
+    segments_fetched: int = 0  # from there
+    rejected: dict[str, int] = dataclasses.field(default_factory=dict)  # records, by `Problem`
     hits: dict[str, int] = dataclasses.field(default_factory=dict)  # segments per form
     refusals: dict[str, int] = dataclasses.field(default_factory=dict)  # forms per `Reason`
     evictions: dict[str, int] = dataclasses.field(default_factory=dict)  # pages per form
@@ -90,7 +93,8 @@ class Overview:
             if not isinstance(value, dict):
                 lines.append(f"{f.name:18}{value:>14,}")
         for title, counts in (("not reused", self.counters.refusals),
-                              ("waits", self.counters.waits)):  # fmt: skip
+                              ("waits", self.counters.waits),
+                              ("records", self.counters.rejected)):  # fmt: skip
             for name, n in sorted(counts.items(), key=lambda x: -x[1]):
                 lines.append(f"{title + ', ' + name:32}{n:,}")
         return "\n".join(lines)

@@ -22,6 +22,7 @@ from hkv._query import query
 from hkv._recover import recover
 from hkv._request import Cancelled, Closed, Refused, Request, State, Waiting
 from hkv._route import Costs, Plan, costs, route, signed
+from hkv._tier import Tier
 
 TRIES = 8  # admissions begun again before a request runs cold, and as many before it gives up
 PAUSE = 0.05  # seconds between looks at leases whose release was interrupted
@@ -35,8 +36,10 @@ class Line(Owner):
         super().__init__(layout, sharding, identity)
         self.replay, self.params = replay, params
         self.chunk = layout.segment_tokens if chunk is None else chunk
-        self._strict = costs(replay=math.inf)
-        self._costs = self._strict if replay is None else (prices or costs(recover=1.0))
+        strict = costs(replay=math.inf)
+        self._costs = strict if replay is None else (prices or costs(recover=1.0))
+        self._strict, self._here = map(_without_fetches, (strict, self._costs))
+        self._tier: Tier | None = None
         self._line: list[Request] = []  # in order of arrival
         self._arrivals = 0
         self._running: set[Request] = set()  # whoever holds or may hold a lease
@@ -83,6 +86,11 @@ class Line(Owner):
 
     def _enter(self, request: Request) -> None:
         """Waits until a request is admitted and recovered; on any error it holds nothing."""
+        if self._tier is not None and request.state is State.NEW:
+            prefix = self._tier.prefix(
+                request.tokens, request._ids, request.length, request.identity
+            )
+            self._tier.fetch(prefix, request._numbers[0])
         with self._lock:
             if request not in self._line:
                 self._join(request)
@@ -197,7 +205,7 @@ class Line(Owner):
             request._alone = not (self._running - {request}) and not self._ended
             need = self._need(request.tokens.shape[1], request.identity)
             found = query(self._state(), request.tokens, length, need)
-            plan = route(found, self._strict if request.reading else self._costs)
+            plan = route(found, self._strict if request.reading else self._here)
             plan = no_reuse(plan) if cold else plan
 
             def take(cache):
@@ -247,6 +255,11 @@ class Line(Owner):
         with self._lock:
             request.cancelled = True
             self._changed.notify_all()
+
+
+def _without_fetches(prices: Costs) -> Costs:
+    """The same where nothing more is fetched: that was done before, and may be gone again."""
+    return dataclasses.replace(prices, fetch=jnp.full_like(prices.fetch, jnp.inf))
 
 
 def token_ids(prompt: Any) -> np.ndarray:

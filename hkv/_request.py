@@ -88,6 +88,7 @@ class Request(contextlib.AbstractContextManager):
         numbers = np.array([length], np.int32), np.array([total], np.int32)
         # i32[1, T] padded; i32[1] twice
         self.tokens, *self._numbers = jax.device_put((tokens, *numbers))
+        self._ids = tokens[0]  # the same on the host
         self.length = length  # tokens of the prompt
         self.total = total  # tokens it may reach
         self.identity = identity  # as `need` takes it

@@ -111,7 +111,7 @@ def _cheapest_first(lay: Layout) -> tuple[Form, ...]:
 def _score(cache: Cache, can: jax.Array, rank: jax.Array, form: Form) -> jax.Array:
     """`i32[N]`: who goes first, by rank (0 to 3) and then age; -1 for those who cannot go."""
     age = jnp.minimum(cache.clock - cache.table.used[:, form], jnp.uint32(_AGE - 1))
-    stale = jnp.any(cache.table.life == Life.STALE, axis=-1)
+    stale = jnp.any(cache.table.life[:, np.array(DEVICE_FORMS)] == Life.STALE, axis=-1)
     return jnp.where(can, jnp.where(stale, 3, rank) * _AGE + age.astype(jnp.int32), -1)
 
 

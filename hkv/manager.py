@@ -8,6 +8,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, cast
 
 import jax
@@ -38,6 +39,7 @@ from hkv._request import Stopped as Stopped
 from hkv._request import Waiting as Waiting
 from hkv._retain import Retention
 from hkv._route import Costs
+from hkv._tier import Tier as Tier
 from hkv._trim import trim
 
 PROMPTS = 16  # sequences after which it is reported that none fills a segment
@@ -64,13 +66,18 @@ class Manager(Line):
         retention: which boundaries of what is published are kept longest; see `hkv.retention`.
         costs: prices for `route`; by default a token costs 1 however it is run, and a recovery 1.
         sharding: as `init` takes it.
+        store: where segments go beside device memory, `hkv.disk.LocalStore` for instance; what a
+            prompt needs of it is fetched before the request joins the line.
+        tier: what goes there and comes back when, as `hkv.Tier` takes it: `write`, `windows`,
+            `staging`, `timeout`, `spare`.
         identity: defaults for what `need` takes: salt, adapter, model, epoch ...
     """
 
     def __init__(
         self, layout: Layout, *, replay: Callable | None = None, params: Any = None,
         chunk: int | None = None, costs: Costs | None = None, retention: Retention | None = None,
-        sharding: jax.sharding.NamedSharding | None = None, **identity,
+        sharding: jax.sharding.NamedSharding | None = None, store: Any = None,
+        tier: Mapping[str, Any] | None = None, **identity,
     ):  # fmt: skip
         super().__init__(
             layout, sharding, identity, replay=replay, params=params, chunk=chunk, prices=costs
@@ -80,6 +87,9 @@ class Manager(Line):
         self._warned: set[str] = set()
         self._longest, self._stored, self._partly = 0, 0, False  # of what was published
         self._check_caps()
+        if tier and store is None:
+            raise ValueError("`tier` is given without a `store`")
+        self._tier = None if store is None else Tier(self, store, **(tier or {}))
 
     def query(self, prompts, **identity) -> Availability:
         """What one prompt, or each of several, can reuse now.
@@ -245,6 +255,10 @@ class Manager(Line):
             self._partly |= bool(options.get("partial"))
             self._notify()
         self._check_prompts()
+        if self._tier is not None:
+            ran = request._ids if ids is None else row[0]
+            prefix = self._tier.prefix(padded, ran, n, request.identity)
+            self._tier.published(prefix, request.resume)
         return listed
 
     def finish(
@@ -311,6 +325,45 @@ class Manager(Line):
             raise error
         return True
 
+    def offload(self, prompt, *, keep: bool = True, **identity) -> "Future[int]":
+        """Puts the stored segments of a prefix away, while steps go on.
+
+        Args:
+            prompt: token ids; whole segments of it are put away.
+            keep: whether they stay in device memory too.
+            identity: what `need` takes, in place of the manager's defaults.
+
+        Returns:
+            A future: how many of its segments were in the table.
+
+        Raises:
+            RuntimeError: the manager has no `store`.
+        """
+        return self._with_store().put_away(self._prefix(prompt, identity)[0], keep)
+
+    def restore(self, prompt, **identity) -> int:
+        """Fetches what a prompt can reuse, as `admit` does before it joins the line.
+
+        Returns:
+            How many segments were loaded.
+
+        Raises:
+            RuntimeError: the manager has no `store`.
+        """
+        return self._with_store().fetch(*self._prefix(prompt, identity))
+
+    def _with_store(self) -> Tier:
+        if self._tier is None:
+            raise RuntimeError("the manager has no `store`; make it with one")
+        return self._tier
+
+    def _prefix(self, prompt, identity):
+        ids = token_ids(prompt)
+        row = np.zeros((1, self.layout.bucket(len(ids))), np.int32)
+        row[0, : len(ids)] = ids
+        tokens, length = jax.device_put((row, np.array([len(ids)], np.int32)))
+        return self._with_store().prefix(tokens, row[0], len(ids), identity), length
+
     def trim(self, request: Request) -> None:
         """Gives back the window and tail pages that a running request no longer needs."""
         self._wait(request._last)
@@ -357,6 +410,9 @@ class Manager(Line):
                 for partial in (False, True):
                     self.publish(request, [0], 0, partial=partial)
                 self.trim(request)
+                if self._tier is not None:
+                    prefix = self._tier.prefix(request.tokens, request._ids, 0, {})
+                    self._tier.warmup(prefix, request.plan)
             with self._request([0], None, T, {}, None, True) as request:
                 assert request.availability is not None
                 _ = request.availability.boundary
@@ -411,6 +467,8 @@ class Manager(Line):
                 self._changed.wait(left)
         if wait:
             self.settle()
+        if self._tier is not None:
+            self._tier.close(wait)
 
     def __enter__(self) -> "Manager":
         return self

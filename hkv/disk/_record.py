@@ -160,7 +160,8 @@ def pack(record: Record, tokens: np.ndarray) -> tuple[Header, list[np.ndarray | 
     ids = np.ascontiguousarray(tokens, "<i4")
     whole = (0, record.header.length)
     plain = Section(TOKENS, 0, "int32", ids.shape, whole, (0, 0))
-    sections, buffers, at = [], [], PAGE
+    sections, at = [], PAGE
+    buffers: list[np.ndarray | bytes] = []
     for s in (plain, *record.header.sections):
         a = np.ascontiguousarray(ids if s is plain else record.arrays[s.name])
         if a.shape != s.shape or str(a.dtype) != s.dtype:
