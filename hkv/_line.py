@@ -25,6 +25,8 @@ from hkv._route import Costs, Plan, costs, route, signed
 from hkv._tier import Tier
 
 TRIES = 8  # admissions begun again before a request runs cold, and as many before it gives up
+PATIENCE = 1.0  # seconds after which the first in line would rather run cold than wait
+GRACE = 1.0  # seconds for which a place is kept of who stands in line and does not ask
 PAUSE = 0.05  # seconds between looks at leases whose release was interrupted
 ROOM = (Blocker.ROWS, Blocker.PAGES, Blocker.CAP)
 
@@ -58,6 +60,8 @@ class Line(Owner):
 
     def _request(self, prompt, total, bucket, identity, timeout, reading) -> Request:
         ids = token_ids(prompt)
+        if timeout is not None and not (isinstance(timeout, int | float) and timeout >= 0):
+            raise ValueError(f"`timeout` is {timeout!r}; give seconds, 0 or more, or None")
         total = len(ids) if total is None else total
         check_int("total", total, len(ids))
         T = self.layout.bucket(total)
@@ -84,47 +88,104 @@ class Line(Owner):
         request._since = time.monotonic()
         self._line.append(request)
 
-    def _enter(self, request: Request) -> None:
-        """Waits until a request is admitted and recovered; on any error it holds nothing."""
+    def _head(self) -> Request | None:
+        """Under the lock: the first in line, those left out who have not asked for long."""
+        late = time.monotonic() - GRACE
+        return next((r for r in self._line if r._asked is None or r._asked > late), None)
+
+    def _poll(self, request: Request) -> bool:
+        """Whether a request is admitted now; else it keeps its place in line, if it asks again.
+
+        Raises:
+            Refused, Cancelled, Closed, StateLost: it is no longer in line, and holds nothing.
+        """
+        if request._fetched is not None and not request._fetched.done():
+            return False
+        with self._lock:
+            request._asked = time.monotonic()
+            try:
+                self._may_wait(request)
+                if request.state is not State.WAITING:
+                    self._join(request)
+            except BaseException:
+                self._give_up(request)
+                raise
+            if self._head() is not request or not self._worth_a_try(request):
+                return False
+        try:
+            return self._once(request)
+        except BaseException as error:
+            self._failed(request, error)
+            raise
+
+    def _may_wait(self, request: Request) -> None:
+        if request.cancelled:
+            raise Cancelled("the request was cancelled while it waited", request)
+        if self._closed:
+            raise Closed("the manager was shut down")
+
+    def _worth_a_try(self, request: Request) -> bool:
+        """Whether something changed since its last try, or it has lost its patience."""
+        impatient = time.monotonic() - request._since > PATIENCE and not request._impatient
+        request._impatient |= impatient
+        return impatient or request._seen != self._changes
+
+    def _give_up(self, request: Request) -> None:
+        """Takes a request out of the line that does not want to wait any more."""
+        with self._lock:
+            self._leave(request)
+            request.state = State.DONE
+
+    def _failed(self, request: Request, error: BaseException) -> None:
+        with self._lock:
+            c = self._counts
+            c.refused += isinstance(error, Refused)
+            c.timeouts += isinstance(error, TimeoutError) and bool(request.timeout)
+            c.cancelled += isinstance(error, Cancelled)
+            self._give_up(request)
+
+    def _enter(self, request: Request, joined: bool = False) -> None:
+        """Waits until a request is admitted and recovered; on any error it holds nothing.
+
+        With `joined` it stands in line already.
+        """
         if self._tier is not None and request.state is State.NEW:
             prefix = self._tier.prefix(
                 request.tokens, request._ids, request.length, request.identity
             )
             self._tier.fetch(prefix, request._numbers[0])
-        with self._lock:
-            if request not in self._line:
+        if not joined:
+            with self._lock:
                 self._join(request)
         try:
             self._arrive(request)
         except BaseException as error:
-            with self._lock:
-                c = self._counts
-                c.refused += isinstance(error, Refused)
-                c.timeouts += isinstance(error, TimeoutError) and bool(request.timeout)
-                c.cancelled += isinstance(error, Cancelled)
-                self._leave(request)
-                request.state = State.DONE
+            self._failed(request, error)
             raise
 
     def _arrive(self, request: Request) -> None:
-        tries = 0
-        while True:
+        self._take_turn(request)
+        while not self._once(request):
             self._take_turn(request)
-            got = self._try(request, cold=tries >= TRIES)
-            if got and self._recovered(request):
-                break
-            if got is False:
-                continue
-            tries += 1
-            if tries == 2 * TRIES:
-                raise StateLost(f"admission was begun {tries} times, and lost each time")
-            with self._lock:
-                self._counts.rerouted += 1
-                self._leave(request)
-                request.state, request._seen = State.WAITING, -1
-                bisect.insort(self._line, request, key=lambda r: r._place)
-        if request.cancelled:
-            raise Cancelled("the request was cancelled while it waited", request)
+
+    def _once(self, request: Request) -> bool:
+        """One try of the first in line: whether it runs now; if not it stands where it stood."""
+        got = self._try(request, cold=request._begun >= TRIES)
+        if got and self._recovered(request):
+            if request.cancelled:
+                raise Cancelled("the request was cancelled while it waited", request)
+            return True
+        if got is False:
+            return False
+        request._begun += 1
+        if request._begun == 2 * TRIES:
+            raise StateLost(f"admission was begun {request._begun} times, and lost each time")
+        with self._lock:
+            self._counts.rerouted += 1
+            self._leave(request)
+            request.state, request._seen = State.WAITING, -1
+            bisect.insort(self._line, request, key=lambda r: r._place)
+        return False
 
     def _leave(self, request: Request) -> None:
         """Under the lock: out of the line, and back with what it may hold."""
@@ -141,16 +202,17 @@ class Line(Owner):
         """Waits until a request is the first in line and something changed since its last try."""
         with self._changed:
             while True:
-                if request.cancelled:
-                    raise Cancelled("the request was cancelled while it waited", request)
-                if self._closed:
-                    raise Closed("the manager was shut down")
-                if self._line[0] is request and request._seen != self._changes:
+                self._may_wait(request)
+                first = self._head() is request
+                if first and self._worth_a_try(request):
                     return
-                left = math.inf
-                if request.timeout is not None:
-                    left = request._since + request.timeout - time.monotonic()
-                if left <= 0:
+                waited = time.monotonic() - request._since
+                left = math.inf if request._impatient or not first else PATIENCE - waited + 0.01
+                if not first and any(r._asked is not None for r in self._line):
+                    left = GRACE
+                ends = math.inf if request.timeout is None else request.timeout - waited
+                left = min(left, ends)
+                if ends <= 0:
                     w = request.waited()
                     numbers = "" if w.admission is None else f"; {w.admission!r}"
                     raise TimeoutError(
@@ -170,7 +232,8 @@ class Line(Owner):
         if n is None:
             return None
         # What a plan keeps pinned may be the very pages that the rest of the request needs.
-        stuck = n.verdict == Verdict.REFUSE or (n.verdict == Verdict.WAIT and request._alone)
+        patient = time.monotonic() - request._since < PATIENCE and not request._alone
+        stuck = n.verdict == Verdict.REFUSE or (n.verdict == Verdict.WAIT and not patient)
         if stuck and n.resume > 0 and n.blocker in ROOM:
             n, cold = self._attempt(request, True), True
             if n is None:
@@ -262,15 +325,15 @@ def _without_fetches(prices: Costs) -> Costs:
     return dataclasses.replace(prices, fetch=jnp.full_like(prices.fetch, jnp.inf))
 
 
-def token_ids(prompt: Any) -> np.ndarray:
-    """A prompt's token ids as an array, checked; `bytes` are ids of a byte-level model."""
+def token_ids(prompt: Any, name: str = "prompt") -> np.ndarray:
+    """Token ids as an array, checked; `bytes` are ids of a byte-level model."""
     ids = np.frombuffer(prompt, np.uint8) if isinstance(prompt, bytes) else np.asarray(prompt)
     if ids.ndim != 1:
-        raise ValueError(f"`prompt` has {ids.ndim} axes; give a sequence of token ids")
+        raise ValueError(f"`{name}` has {ids.ndim} axes; give a sequence of token ids")
     if ids.size and ids.dtype.kind not in "iu":
-        raise TypeError(f"`prompt` holds {ids.dtype}; give integer token ids")
+        raise TypeError(f"`{name}` holds {ids.dtype}; give integer token ids")
     if ids.size and (ids.min() < 0 or ids.max() >= 2**31):
-        raise ValueError(f"`prompt` holds ids from {ids.min()} to {ids.max()}; ids are 0 or more")
+        raise ValueError(f"`{name}` holds ids from {ids.min()} to {ids.max()}; ids are 0 or more")
     return ids
 
 

@@ -140,7 +140,7 @@ class Owner:
         self._busy = True
         try:
             out = fn(old, *args)
-            new, *rest = (out,) if isinstance(out, Cache) else out
+            new, *rest = out if isinstance(out, tuple) else (out,)
             if not isinstance(new, Cache) or new.layout != self.layout or _gone(new):
                 raise TypeError("`fn` returned no cache of this layout first; return (cache, ...)")
             self._cache = new
@@ -280,7 +280,8 @@ class Owner:
 
 def _frozen(value: Any) -> Any:
     """A value of an identity in a form that can be a key."""
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray | jax.Array):
+        value = np.asarray(value)
         return value.shape, str(value.dtype), value.tobytes()
     if isinstance(value, list | tuple):
         return tuple(map(_frozen, value))

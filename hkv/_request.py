@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import enum
 import time
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, cast
 
 import jax
@@ -106,6 +107,10 @@ class Request(contextlib.AbstractContextManager):
         self._place = -1  # in the line
         self._seen = -1  # count of changes at the last try
         self._since = 0.0
+        self._begun = 0  # tries that came to nothing since what they verified had changed
+        self._asked: float | None = None  # when it asked last, if it stands in line by asking
+        self._fetched: Future | None = None  # what the store has of it, while that is fetched
+        self._impatient = False  # tried without reuse after it had waited
         self._alone = False  # nobody else held anything at the last try
         self._answer: Admission | None = None  # of the last try, on the device
         self._params: Any = None  # the model's arrays at the last try

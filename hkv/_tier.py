@@ -37,6 +37,7 @@ from hkv._slots import take
 
 if TYPE_CHECKING:
     from hkv._line import Line
+    from hkv._request import Request
     from hkv.disk import LocalStore
 
 WRITES = ("through", "selective", "back")
@@ -95,7 +96,8 @@ class Tier:
         self.write, self.windows, self.staging = write, windows, staging
         self.timeout, self.spare = timeout, spare
         self.fetching = threading.Lock()  # one request at a time, so that none fetches twice
-        self._files = ThreadPoolExecutor(1, thread_name_prefix="hkv-fetch")
+        self._files = ThreadPoolExecutor(1, thread_name_prefix="hkv-files")
+        self._fetches = ThreadPoolExecutor(1, thread_name_prefix="hkv-fetch")
         self._backlog: OrderedDict[bytes, _Prefix] = OrderedDict()  # with "back", oldest first
         self._jobs: queue.Queue[tuple | None] = queue.Queue()
         self._worker = threading.Thread(target=self._work, name="hkv-offload", daemon=True)
@@ -158,6 +160,7 @@ class Tier:
         self._jobs.put(None)
         if wait:
             self._worker.join()
+        self._fetches.shutdown(wait=wait)
         self._files.shutdown(wait=False)
 
     def _work(self) -> None:
@@ -323,6 +326,11 @@ class Tier:
             self.fetching.release()
         return n
 
+    def fetch_later(self, request: "Request") -> "Future[int]":
+        """`fetch` for a request, on a thread of its own."""
+        prefix = self.prefix(request.tokens, request._ids, request.length, request.identity)
+        return self._fetches.submit(self.fetch, prefix, request._numbers[0])
+
     def _in_time(self, wait: _Wait, fn, *args):
         """`fn(*args)` on files, on a thread that is waited for no longer than is left."""
         begin = time.monotonic()
@@ -331,7 +339,7 @@ class Tier:
         except Late:
             # Whatever it hangs on is not ours to end; others get a thread of their own.
             self._files.shutdown(wait=False)
-            self._files = ThreadPoolExecutor(1, thread_name_prefix="hkv-fetch")
+            self._files = ThreadPoolExecutor(1, thread_name_prefix="hkv-files")
             raise
         finally:
             wait.left = max(wait.left - (time.monotonic() - begin), 0.0)

@@ -148,20 +148,29 @@ class Manager(Line):
         While others wait in line the answer is that of the first of them. A request that is
         returned is the caller's to `release` or `finish`.
         """
-        request = self._request(prompt, total, bucket, identity, 0.0, False)
-        with self._lock:
-            while self._line and self._line[0].admission is None:
-                self._changed.wait()  # it is being tried at the moment
-            if self._line:
-                return cast(Admission, self._line[0].admission)
-            self._join(request)
-        try:
-            self._enter(request)
-        except Refused as error:
-            return error.admission
-        except TimeoutError:
-            assert request.admission is not None
-            return request.admission
+        while True:
+            request = self._request(prompt, total, bucket, identity, 0.0, False)
+            with self._lock:
+                while (head := self._head()) is not None and head.admission is None:
+                    self._changed.wait(PAUSE)  # it is being tried at the moment
+                if head is not None:
+                    return cast(Admission, head.admission)
+                self._join(request)
+            try:
+                self._enter(request, joined=True)
+            except Refused as error:
+                return error.admission
+            except TimeoutError:
+                if request.admission is None:  # the pools were lost, and others came before it
+                    continue
+                return request.admission
+            return request
+
+    def _stand(self, prompt, total: int, bucket: int, identity: Mapping[str, Any]) -> Request:
+        """A request that is admitted by `_poll`, in its turn, without a thread that waits."""
+        request = self._request(prompt, total, bucket, dict(identity), None, False)
+        if self._tier is not None:
+            request._fetched = self._tier.fetch_later(request)
         return request
 
     def lease(self, prompt, *, timeout: float | None = None, **identity) -> Request:
@@ -227,15 +236,17 @@ class Manager(Line):
         ids = None if tokens is None else token_ids(tokens)
         T = request.tokens.shape[1]
         if ids is None:
-            padded, n = request.tokens, request.length
+            padded, given = request.tokens, request.length
         else:
             if len(ids) > T:
                 raise ValueError(f"`tokens` has {len(ids)} ids; the lease is for {T}")
             row = np.zeros((1, T), np.int32)
             row[0, : len(ids)] = ids
-            padded, n = jax.device_put(row), len(ids)
-        n = n if length is None else length
+            padded, given = jax.device_put(row), len(ids)
+        n = given if length is None else length
         check_int("length", n, 0, T + 1)
+        if n > given:
+            raise ValueError(f"`length` is {n}, of {given} token ids; give `tokens`, all that ran")
         many = jax.device_put(np.array([n], np.int32))
         options = {"prompt": request._numbers[0], "retention": self.retention, **options}
         self._wait(request._last)
@@ -376,7 +387,10 @@ class Manager(Line):
         self, pages: Mapping | None = None, *, bytes: Mapping | None = None,
         tenant: str | None = None,
     ) -> None:  # fmt: skip
-        """Changes the caps, as `hkv.set_caps`; waiters try again."""
+        """Changes the caps, as `hkv.set_caps`; waiters try again.
+
+        Set so, and not through `update`, they last when the pools are lost.
+        """
         with self._lock:
             self._commit(lambda cache: set_caps(cache, pages, bytes=bytes, tenant=tenant))
             self._caps = jax.device_get(self._state().caps)
@@ -456,6 +470,8 @@ class Manager(Line):
         end = None if timeout is None else time.monotonic() + timeout
         with self._changed:
             self._closed = True
+            for request in [r for r in self._line if r._asked is not None]:
+                self._give_up(request)
             self._changed.notify_all()
             while wait and (self._running or self._line or self._ended):
                 left = None if end is None else end - time.monotonic()

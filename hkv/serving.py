@@ -17,7 +17,6 @@ import jax
 import numpy as np
 
 from hkv import _batch
-from hkv._admit import Admission, Verdict
 from hkv._arguments import check_int
 from hkv._availability import Availability
 from hkv._line import token_ids
@@ -53,6 +52,7 @@ class Stream(Iterator[int]):
         self._number = 0  # in order of arrival
         self._read = 0  # tokens that were iterated over
         self._tries = 0
+        self._request: Request | None = None  # while it stands in the manager's line
         self._preempt: int | None = None
 
     def __next__(self) -> int:
@@ -99,6 +99,7 @@ class _Flight:
 
     runs: list[tuple[_Run, int, int]]
     out: tuple[jax.Array, ...]  # as `_batch.decode` returns it
+    era: int  # of the manager's pools
 
 
 class Engine:
@@ -186,7 +187,7 @@ class Engine:
         Raises:
             ValueError: token ids out of range, or more tokens than the bucket holds.
         """
-        ids, ends = token_ids(prompt), token_ids(list(stop)).tolist()
+        ids, ends = token_ids(prompt), token_ids(stop, "stop").tolist()
         check_int("max_tokens", max_tokens, 1)
         check_int("seed", seed, 0, 2**32)
         if not len(ids):
@@ -199,7 +200,7 @@ class Engine:
                 f"`prompt` has {len(ids)} tokens and `max_tokens` is {max_tokens}: {new.total} "
                 f"would run, and there is room for {self.bucket}; give fewer, or a longer bucket"
             )
-        self.manager.admit(ids, new.total, bucket=self.bucket, **identity)  # checks identity
+        self.manager._need(self.bucket, identity)  # refuses what is no identity now, not later
         with self._news:
             if self._closed:
                 raise Closed("the engine was closed")
@@ -229,6 +230,8 @@ class Engine:
     def start(self) -> "Engine":
         """Runs in a thread of its own from now on."""
         with self._news:
+            if self._closed:
+                raise Closed("the engine was closed")
             if self._thread is None:
                 self._thread = threading.Thread(target=self._loop, name="hkv-engine", daemon=True)
                 self._thread.start()
@@ -318,19 +321,26 @@ class Engine:
 
     def _admit_one(self, stream: Stream) -> bool:
         """False if it has to wait."""
+        for other in self._queue:
+            if other is not stream:
+                self._step_aside(other)
         ids = stream._ids()
         try:
-            got = self.manager.try_admit(ids, stream.total, bucket=self.bucket, **stream.identity)
-        except StateLost:
-            self._begin_again(stream)
+            if stream._request is None:
+                stream._request = self.manager._stand(
+                    ids, stream.total, self.bucket, stream.identity
+                )
+            if not self.manager._poll(stream._request):
+                return False
+        except BaseException as error:
+            stream._request = None
+            if isinstance(error, Refused | Closed | TypeError | ValueError):  # its alone
+                self._end(stream, error)
+                return True
+            if isinstance(error, StateLost):
+                self._begin_again(stream)
             raise
-        except Closed as error:
-            self._end(stream, error)
-            return True
-        if isinstance(got, Admission):
-            if got.verdict[0] == Verdict.REFUSE:
-                self._end(stream, Refused(got))
-            return stream.done
+        got, stream._request = stream._request, None
         self._queue.remove(stream)
         slot = self._runs.index(None)
         self._runs[slot] = _Run(stream, got, slot, ids, got.resume, got.resume, self._turns)
@@ -391,7 +401,7 @@ class Engine:
         self._batch, *out = self.manager.step(
             program, self._params, self._batch, *args, requests=[run.request for run, *_ in runs]
         )
-        self._flight.append(_Flight(runs, tuple(out)))
+        self._flight.append(_Flight(runs, tuple(out), self.manager.era))
 
     def _drain(self) -> None:
         while self._flight:
@@ -404,13 +414,20 @@ class Engine:
             said, state, ran, *logits = jax.device_get(flight.out)
         except jax.errors.JaxRuntimeError:
             self.manager.settle()  # finds out, and raises that the state is lost
+            if self.manager.era != flight.era:  # another thread had found out
+                raise StateLost("the pools were lost with a step of the batch") from None
             raise
         self._flight.popleft()
         for run, column, at in flight.runs:
             if self._runs[run.slot] is not run:
                 continue
             if self.on_logits is not None and ran[column]:
-                self.on_logits(run.stream, at, logits[0][: ran[column], column])
+                try:
+                    self.on_logits(run.stream, at, logits[0][: ran[column], column])
+                except Exception as error:  # the caller's, about this stream alone
+                    self._leave(run)
+                    self._end(run.stream, error)
+                    continue
             self._say(run.stream, [int(t) for t in said[:, column] if t >= 0])
             if state[column] == _batch.DONE:
                 self._finish(run)
@@ -446,11 +463,11 @@ class Engine:
 
     def _leave(self, run: _Run) -> None:
         """Frees a slot, and what its request still holds."""
-        self._runs[run.slot], self._again = None, 0.0
         try:
             self.manager.release(run.request)
         except Exception:  # the manager makes up for it
             pass
+        self._runs[run.slot], self._again = None, 0.0  # last, or an interrupt would lose it
 
     def _reroute(self, runs: list[_Run]) -> None:
         for run in sorted(runs, key=lambda r: -r.stream._number):
@@ -467,7 +484,14 @@ class Engine:
         elif stream not in self._queue:
             self._queue.insert(0, stream)
 
+    def _step_aside(self, stream: Stream) -> None:
+        """Out of the manager's line."""
+        if stream._request is not None:
+            self.manager._give_up(stream._request)
+            stream._request = None
+
     def _end(self, stream: Stream, error: BaseException | None = None) -> None:
+        self._step_aside(stream)
         with self._news:
             if stream in self._queue:
                 self._queue.remove(stream)
@@ -492,8 +516,10 @@ class Engine:
         try:
             while True:
                 with self._news:
-                    self._news.wait_for(lambda: self._queue or self._closed)
-                    if self._closed and not self._queue:
+                    self._news.wait_for(
+                        lambda: self._queue or self._closed or bool(self._running())
+                    )
+                    if self._closed and not self._queue and not self._running():
                         return
                 while self.step():
                     pass

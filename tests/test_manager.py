@@ -836,3 +836,82 @@ def test_what_is_no_request_is_refused_at_once(m, arguments, error, message):
 def test_sixteen_threads_with_failures_everywhere_lose_and_leak_nothing():
     facts = soak.Soak(operations=2000).run()
     assert facts["operations"] >= 2000 and facts["pools_lost"] > 0
+
+
+def test_more_tokens_than_were_given_are_not_published(m):
+    with m.admit(STREAMS[0][:20], 40) as request:
+        advance(request, 0, 40)
+        for ids in (None, STREAMS[0][:20]):
+            with pytest.raises(ValueError, match="`length` is 40, of 20 token ids"):
+                request.publish(ids, 40)
+        with pytest.raises(ValueError, match="`length`"):
+            m.preempt(request, length=21)
+    assert m.query(STREAMS[0][:64]).matched[0] == 0
+
+
+def test_one_request_cannot_be_entered_twice(m):
+    blockers = [m.try_admit(STREAMS[i][:16], 64) for i in range(4)]
+    waiting = m.admit(STREAMS[5][:16], 64, timeout=30)
+    first = in_thread(waiting.__enter__)
+    until(lambda: m.waiting())
+    with pytest.raises(RuntimeError, match="make another"):
+        waiting.__enter__()
+    for request in blockers:
+        request.release() if hasattr(request, "release") else m.release(request)
+    assert first() is waiting and waiting.state is State.RUNNING
+    m.release(waiting)
+    m.settle()
+    check(m)
+
+
+def test_who_could_run_cold_does_not_wait_for_ever_beside_what_it_would_reuse():
+    with Manager(LAYOUT) as m:  # strict; room for 16 segments
+        one, other = STREAMS[0][:16], STREAMS[1][:40]
+        for ids in (one, other):
+            with m.admit(ids) as request:
+                advance(request, 0 if ids is one else 1, len(ids))
+                request.finish(ids)
+        held = [m.try_admit(STREAMS[2 + i][:40], n) for i, n in enumerate((64, 64, 48))]
+        with m.lease([*one, 1]):
+            with m.admit([*other[:36], 3], 64, timeout=30) as request:
+                assert request.resume == 0
+        for request in held:
+            m.release(request)
+
+
+def test_no_admission_is_lost_where_the_pools_go_while_it_is_tried(m, monkeypatch):
+    real, first = m._once, m.admit(STREAMS[1][:16], 32)
+    m._join(first)
+
+    def lost(request):
+        if request is first:
+            return real(request)
+        monkeypatch.undo()  # as if its recovery was lost, and `first` came back in line before it
+        with m._lock:
+            m._leave(request)
+            request.state, request._seen = State.WAITING, -1
+            m._line.append(request)
+        return False
+
+    first._asked = 0.0  # it does not ask: nobody waits for it
+    monkeypatch.setattr(m, "_once", lost)
+    got = m.try_admit(STREAMS[2][:16], 32)
+    assert got.state is State.RUNNING
+    m._give_up(first)
+    m.release(got)
+
+
+@pytest.mark.parametrize("timeout", ["soon", float("nan"), -1])
+def test_a_timeout_that_is_none_is_refused(m, timeout):
+    with pytest.raises(ValueError, match="`timeout`"):
+        m.admit([1], timeout=timeout)
+
+
+def test_an_update_that_returns_nothing_is_refused(m):
+    with pytest.raises(TypeError, match="returned no cache"):
+        m.update(lambda cache: None)
+
+
+def test_an_array_in_an_identity_is_looked_at(m):
+    with pytest.raises((TypeError, ValueError), match="`epoch`"):
+        m.admit([1], epoch=jax.device_put(np.int32(1)))

@@ -633,3 +633,123 @@ def test_nothing_compiles_after_warmup_where_windows_recycle(narrow):
 def test_a_turn_longer_than_the_layout_says_is_refused(narrow):
     with pytest.raises(ValueError, match="`ahead`"):
         Engine(narrow.manager, tiny.forward, slots=SLOTS, chunk=CHUNK + 8, steps=STEPS)
+
+
+# An engine among others, and what comes from outside.
+
+
+def test_an_engine_gets_its_turn_beside_threads_that_admit_all_the_time(m):
+    stop, errors = threading.Event(), []
+
+    def run():
+        while not stop.is_set():
+            try:
+                with m.admit(PROMPTS[3, :20], 64):
+                    time.sleep(0.02)
+            except Exception as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(6)]
+    for t in threads:
+        t.start()
+    with Checked(m) as engine:
+        streams = [engine.ask(0, 20), engine.ask(1, 30)]
+        check(*streams)
+        assert threads[0].is_alive()
+        stop.set()
+    for t in threads:
+        t.join(60)
+    assert not errors
+
+
+def test_who_stops_asking_keeps_nobody_waiting(m):
+    held = [m.try_admit(PROMPTS[i, :20], 64) for i in range(4)]
+    idle = m._stand(PROMPTS[0, :8], 64, 64, {})
+    assert not m._poll(idle)
+    m.release(held.pop())
+    with m.admit(PROMPTS[1, :8], 64, timeout=30):  # after a while
+        pass
+    for request in held:
+        m.release(request)
+    assert m._poll(idle)
+    m.release(idle)
+
+
+def test_an_engine_driven_by_hand_can_be_started(plain, m):
+    stream = plain.submit(PROMPTS[0, :20], 20)
+    next(stream)
+    plain.start()
+    assert len(stream.result()) == 20
+    plain.close()
+
+
+def test_an_engine_that_was_closed_is_not_started_again(m):
+    engine = Checked(m)
+    engine.close()
+    with pytest.raises(Closed):
+        engine.start()
+
+
+def test_an_interrupt_while_a_request_leaves_loses_no_stream(plain, m, monkeypatch):
+    first, second = plain.submit(PROMPTS[0, :20], 20), plain.submit(PROMPTS[1, :20], 20)
+    next(first)
+    first.cancel()
+    real = m.release
+
+    def interrupted(request):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(m, "release", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        plain.step()
+    assert real == m.release
+    first.result()
+    assert first.done and len(second.result()) == 20
+
+
+def test_what_is_wrong_with_one_request_ends_that_one_alone(m):
+    def told(stream, position, out):
+        if stream.max_tokens == 5:
+            raise ZeroDivisionError("the caller's")
+
+    engine = Engine(
+        m, tiny.forward, slots=SLOTS, chunk=CHUNK, budget=2 * CHUNK, steps=STEPS, sample=token,
+        on_logits=told,
+    )  # fmt: skip
+    with engine:
+        for bad in (dict(timeout=5.0), dict(colour=1), dict(stop="a"), dict(stop=5)):
+            with pytest.raises((TypeError, ValueError), match=f"{next(iter(bad))}"):
+                engine.submit(PROMPTS[0, :20], 4, **bad)
+        good, bad = engine.submit(PROMPTS[0, :20], 24), engine.submit(PROMPTS[1, :20], 5)
+        with pytest.raises(ZeroDivisionError):
+            bad.result()
+        check(good)
+
+
+def test_a_loss_that_another_thread_finds_first_ends_no_engine(plain, m, monkeypatch):
+    real = m.settle
+
+    def settle():
+        monitor = threading.Thread(target=m.status)
+        monitor.start()
+        monitor.join()
+        real()
+
+    monkeypatch.setattr(m, "settle", settle)
+    streams = [plain.submit(PROMPTS[i, :20], 20) for i in range(2)]
+    next(streams[0])
+    era = m.era
+
+    class Failed:
+        def __array__(self, *args, **kwargs):
+            raise jax.errors.JaxRuntimeError("planted")
+
+        copy_to_host_async = __array__
+
+    plain._flight[0].out = (Failed(),) * 3 if plain._flight else ()
+    with m._lock:
+        m._lose()
+    assert m.era == era + 1
+    for stream in streams:
+        assert len(stream.result()) == 20
