@@ -134,3 +134,14 @@ def test_the_notebook_shows_what_it_stores():
     assert shown(notebook) == stored
     assert sum("<table>" in text for text in stored) == 3
     assert "equal to the cold run: True" in "".join(stored)
+
+
+@pytest.mark.skipif(os.environ.get("HKV_FULL") != "1", reason="compiles in three processes")
+def test_restart_resumes_from_the_disk_and_is_right(run):
+    status, lines = run("restart", "--tokens", "8", "--conversations", "2")
+    found = re.fullmatch(
+        r"summary: (\d+) tokens, ([\d.]+)% reused, (\d+) segments fetched, 0 records rejected; "
+        r"0 wrong answers", lines[-1],
+    )  # fmt: skip
+    assert status == 0 and found, lines
+    assert float(found[2]) > 70 and int(found[3]) > 0
