@@ -17,7 +17,7 @@ import hkv
 from hkv import Form, Kind, Life, Reason, Status
 from hkv._cache import openings_of
 from hkv._identity import block_keys
-from hkv._publish import _list
+from hkv._publish import list_rows
 
 ZERO = np.zeros(4, np.uint32)
 FIRST_SERIAL = 7
@@ -240,7 +240,7 @@ def _enter(plain, now, key, before, tokens, row, n):
             t, key=t.key.at[row].set(key), before=t.before.at[row].set(before)
         ),
     )  # fmt: skip
-    cache = _list(cache, row[None], jnp.ones(1, bool), n[None])
+    cache = list_rows(cache, row[None], jnp.ones(1, bool), n[None])
     return cache.index, cache.tags, cache.openings
 
 

@@ -163,7 +163,7 @@ BUGS = (
                                        "(parent < 0), parent, N)"), "publish", 5),
     # A segment claims window rows that were trimmed.
     Bug("ready_rows_are_what_their_tokens_say",
-        source(_publish._describe, "jnp.clip(first - begin, 0, n)", "jnp.zeros_like(n)"),
+        source(_publish._held, "jnp.clip(first - begin, 0, n)", "jnp.zeros_like(n)"),
         "publish", 6),
     # The partly shared segment is stamped, not copied.
     Bug("readers_get_what_was_verified",
