@@ -20,7 +20,7 @@ LAYOUT = hkv.Layout(
         hkv.Group("keys", Form.COMPRESSED, hkv.history(2), (1,), (1,), rows_per_page=2),
         hkv.Group("win", Form.WINDOW, hkv.window(3), (0,), (1,), rows_per_page=2),
     ),
-    segment_tokens=4, segments=3, buckets=(8,), leases=2,
+    segment_tokens=4, segments=3, buckets=(8,), leases=2, disk=True,
 )  # fmt: skip
 N, B, S, R, T, CHUNK = 3, 4, 2, 2, 8, 4
 # The second prompt parts from the first inside of its second segment. The third has that segment's

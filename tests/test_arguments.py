@@ -344,6 +344,19 @@ BAD = [
     ("update_indexer", "rows of", ValueError, "entries", lambda k: hkv.update_indexer(k.cache, i32(1, 2), {"keys": KEYS}, np.uint32(1))),
     ("update_indexer", "rows", TypeError, "rows", lambda k: hkv.update_indexer(k.cache, [1], {"keys": KEYS}, np.uint32(1))),
     ("update_indexer", "version", TypeError, "indexer_version", lambda k: hkv.update_indexer(k.cache, i32(1), {"keys": KEYS}, 1)),
+    # Copies.
+    ("offload", "no cache", TypeError, "cache", lambda k: hkv.offload(LEVELS, i32(1), np.ones((1, 5), bool))),
+    ("offload", "no form", ValueError, "layout", lambda k: hkv.offload(k.other, i32(1), np.ones((1, 5), bool))),
+    ("offload", "list", TypeError, "rows", lambda k: hkv.offload(k.cache, [1], np.ones((1, 5), bool))),
+    ("offload", "forms", ValueError, "forms", lambda k: hkv.offload(k.cache, i32(1), np.ones((2, 5), bool))),
+    ("offloaded", "no copies", TypeError, "copies", lambda k: hkv.offloaded(k.cache, k.lease, np.ones((1, 5), bool), np.uint8(3), True)),
+    ("adopt", "numbers", TypeError, "copied", lambda k: hkv.adopt(k.cache, k.need, k.tokens, np.zeros((S, G, 2)), np.zeros(S, np.uint8), np.zeros(S, np.uint8))),
+    ("adopt", "no need", TypeError, "need", lambda k: hkv.adopt(k.cache, k.plan, k.tokens, np.zeros((S, G, 2), np.int32), np.zeros(S, np.uint8), np.zeros(S, np.uint8))),
+    ("begin_load", "no plan", TypeError, "plan", lambda k: hkv.begin_load(k.cache, k.a)),
+    ("begin_load", "another layout", ValueError, "layout", lambda k: hkv.begin_load(k.other, k.oplan)),
+    ("begin_load", "two", ValueError, "plan", lambda k: hkv.begin_load(k.cache, k.plan2)),
+    ("load", "no loading", TypeError, "loading", lambda k: hkv.load(k.cache, k.plan, i32(1), (), np.zeros((1, G, 2), np.uint32))),
+    ("end_load", "no loading", TypeError, "loading", lambda k: hkv.end_load(k.cache, k.plan)),
 ]
 # fmt: on
 

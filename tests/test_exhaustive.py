@@ -32,10 +32,10 @@ STORED = "plan(0) admit(0) step(0) step(0) publish(0) release(0)"
 # `canonical`, or joins these.
 LEFT_OUT = {
     *(f".cache.table.{k}" for k in (
-        "abi before codes epoch identity indexer_version media place tenant").split()),
+        "abi before codes copied epoch identity indexer_version media place tenant").split()),
     ".cache.caps.limit", ".cache.caps.tenant", ".cache.caps.weight", ".cache.clock",
     ".cache.tenants", ".plan.asked", ".plan.cold", ".plan.cost", ".plan.mark", ".plan.prefill",
-    ".plan.word",
+    ".plan.fetch", ".plan.fetch_bytes", ".plan.word",
 }  # fmt: skip
 
 

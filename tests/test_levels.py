@@ -23,7 +23,7 @@ LEVELS = layout(
     group("c", hkv.history(4), rows_per_page=1),
     group("keys", hkv.indexer(4), rows_per_page=1),
     group("w", hkv.window(5), (1,), rows_per_page=4),
-    B=B, S=S, segments=8, leases=2,
+    B=B, S=S, segments=8, leases=2, disk=True,
 )  # fmt: skip
 TAILED = layout(
     group("c", hkv.history(4)), group("t", hkv.tail(4, True)), B=B, S=S, segments=8, leases=2

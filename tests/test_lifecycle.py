@@ -58,7 +58,7 @@ ON_DEVICE = forms(*(f for f in Form if DEVICE[f]))
 @pytest.fixture(scope="module")
 def stored():
     """A cache with one prompt in it, and its host loop; each test takes a copy."""
-    p = Payload(SMALL)
+    p = Payload(dataclasses.replace(SMALL, disk=True))
     p.store([PROMPT])
     return p
 
