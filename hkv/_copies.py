@@ -143,7 +143,13 @@ def _offloaded(cache: Cache, copies: Copies, stored, place, keep: bool) -> Cache
     seg = rows_of(cache.table, rows)
     same = (seg.born == copies.segments.born) & (seg.length == copies.segments.length)
     same &= jnp.any(copies.forms, axis=1)
-    done = copies.forms & stored & same[:, None]
+    # What was made anew in between, for other kernels or another indexer, is not what was copied.
+    was = copies.segments
+    kept = jnp.all(seg.digest == was.digest, axis=-1) & (seg.abi == was.abi)
+    indexed = (lay.forms == Form.INDEXER)[None]
+    kept &= ~indexed | (seg.indexer_version == was.indexer_version)[:, None]
+    kept = jnp.stack([jnp.all(kept[:, lay.forms == f], axis=1) for f in Form], axis=1)
+    done = copies.forms & stored & same[:, None] & kept & (seg.life == Life.OFFLOADING)
     goes = done & (seg.pins == 0)[:, None] & (not keep)
     cache, gone = set_life(cache, rows, goes, Life.ON_DISK, same)
     cache = _drop_pages(cache, rows, gone)

@@ -326,6 +326,8 @@ def _give_back(cache: Cache, lease: Lease, ok, need: Need, bad):
     unread = bare | ((seg.pins == 1)[:, None] & (bad | more))
     give = lease.private.T & right[:, None] & unread & (spans[..., 0] < spans[..., 1])
     give &= ~indexed[None] | (seg.indexer_version == need.indexer_version)[:, None]
+    life = seg.life
+    give &= ((life != Life.WRITING) & (life != Life.LOADING))[:, lay.forms]
     pools, pages = list(cache.pools), list(t.pages)
     for g, spec in enumerate(lay.groups):
         pool, n = pools[g], lay.segment_pages(spec)
@@ -342,7 +344,7 @@ def _give_back(cache: Cache, lease: Lease, ok, need: Need, bad):
     forms = jnp.stack([jnp.any(give[:, list(lay.form_groups(f))], axis=1) for f in Form], axis=1)
     # Of a form that was invalidated nothing is kept but what was made again.
     stale = forms & (seg.life == Life.STALE)
-    fresh, life = stale | (forms & (seg.life == Life.EMPTY)), seg.life
+    fresh = stale | (forms & ((life == Life.EMPTY) | (life == Life.ON_DISK)))
     for to in (Life.EMPTY, Life.WRITING, Life.READY):
         life = move(life, fresh, to)
     group_form = lay.forms
@@ -351,6 +353,7 @@ def _give_back(cache: Cache, lease: Lease, ok, need: Need, bad):
         seg.held,
     )  # fmt: skip
     held = seg.start[:, None, None] + spans
+    recoded = give & (seg.abi != need.abi[None])  # a copy means what the old kernels meant
     replaced = jnp.any(give & ~bare, axis=1)
     version = jnp.where(
         replaced, bumped(seg.version, readable=False), bumped(seg.version, readable=True)
@@ -362,6 +365,7 @@ def _give_back(cache: Cache, lease: Lease, ok, need: Need, bad):
         digest=put(t.digest, at, jnp.where(stale[:, group_form, None], jnp.uint32(0), seg.digest)),
         written=put(t.written, at, jnp.where(give, lease.written.T, seg.written)),
         abi=put(t.abi, at, jnp.where(give, need.abi[None], seg.abi)),
+        copied=put(t.copied, at, jnp.where(recoded[..., None], 0, seg.copied)),
         codes=put(t.codes, at, jnp.where(give[..., None], need.codes[None], seg.codes)),
         life=put(t.life, at, life),
         form=put(t.form, at, form_bits(life)),

@@ -284,7 +284,8 @@ def assess(cache: Cache, match: Match, length, need: Need, word) -> Availability
     lost = jnp.where(covered | lay.closed, target, lo)
     have = jnp.stack([target - run, jnp.broadcast_to(target, run.shape)], -1)
     replay = target - replay_start(lay.layers, target, lost, have)
-    status, why, place = _by_form(cache, match.rows, status, why, helps)
+    some = jnp.any(match.copied[..., 0] < match.copied[..., 1], axis=1)
+    status, why, place = _by_form(cache, match.rows, status, why, helps, some)
     left = jnp.clip(length - begin, 0, B)[:, None]
     tokens = jnp.where(status == Status.RECOMPUTE, left, 0)
     tokens = jnp.where(status == Status.RECOVER, replay, tokens)
@@ -303,8 +304,11 @@ def assess(cache: Cache, match: Match, length, need: Need, word) -> Availability
     )  # fmt: skip
 
 
-def _by_form(cache: Cache, rows, status, why, helps):
-    """From groups to forms: the worst status and its reason, and where the bytes lie."""
+def _by_form(cache: Cache, rows, status, why, helps, copied):
+    """From groups to forms: the worst status and its reason, and where the bytes lie.
+
+    Of copies only those `copied`, `bool[S]`, lie anywhere for this request: other weights' do not.
+    """
     lay, S = cache.layout, rows.shape[0]
     best, reason = [], []
     for f in Form:
@@ -323,5 +327,5 @@ def _by_form(cache: Cache, rows, status, why, helps):
         best[Form.DISK] = jnp.where(stale, jnp.uint8(Status.RECOMPUTE), disk)
         reason[Form.DISK] = jnp.where(stale, jnp.uint8(Reason.LIFECYCLE), jnp.uint8(Reason.OK))
         stored = take(cache.table.place, rows, 0)
-        place[Form.DISK] = jnp.where(life == Life.ON_DISK, stored, jnp.uint8(Place.NONE))
+        place[Form.DISK] = jnp.where(copied & (life == Life.ON_DISK), stored, jnp.uint8(Place.NONE))
     return jnp.stack(best, -1), jnp.stack(reason, -1), jnp.stack(place, -1)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from hkv._arguments import check_array, check_type
 from hkv._cache import Cache, bumped, check_cache, rows_of
 from hkv._layout import Form
+from hkv._lifecycle import Life
 from hkv._slots import first_of, put, take
 from hkv._verify import payload_digest
 from pallas_kernels import scatter_rows
@@ -30,8 +31,8 @@ def update_indexer(
         indexer_version: `u32[]` the version that the new rows belong to: a higher one.
 
     Returns:
-        The cache, and `bool[K]`: which segments were rewritten, namely stored whole ones that
-        hold the form of a lower version.
+        The cache, and `bool[K]`: which segments were rewritten, namely stored whole ones whose
+        INDEXER form is READY and of a lower version. What the DISK form has of it is forgotten.
 
     Raises:
         ValueError: a group is missing, or the layout has no INDEXER form.
@@ -61,11 +62,13 @@ def _update(cache: Cache, rows, entries, indexer_version):
     groups = lay.form_groups(Form.INDEXER)
     seg = rows_of(t, rows)
     there = jnp.stack([jnp.all(seg.pages[g] > 0, axis=-1) for g in groups])
-    done = first_of(rows, N) & (seg.length == B) & jnp.all(there, axis=0)
+    ready = seg.life[:, Form.INDEXER] == Life.READY
+    done = first_of(rows, N) & (seg.length == B) & jnp.all(there, axis=0) & ready
     done &= indexer_version > seg.indexer_version
     clock = cache.clock + 1
     at = jnp.where(done, rows, N)
     pools, held, written = list(cache.pools), seg.held, seg.written
+    copied = jnp.where((lay.forms == Form.INDEXER)[None, :, None], 0, seg.copied)
     for g in groups:
         spec, pool = lay.groups[g], pools[g]
         n = lay.segment_rows(spec)
@@ -83,6 +86,7 @@ def _update(cache: Cache, rows, entries, indexer_version):
         cache, pools=tuple(pools), clock=clock,
         table=dataclasses.replace(
             t, held=put(t.held, at, held), written=put(t.written, at, written),
+            copied=put(t.copied, at, copied),
             version=put(t.version, at, bumped(seg.version, readable=False)),
             indexer_version=put(
                 t.indexer_version, at, jnp.broadcast_to(indexer_version, (K,))

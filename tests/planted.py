@@ -630,7 +630,8 @@ class Oracle:
                 pass
             elif life is Life.ON_DISK:
                 status = Status.RECOVER if self.to_fetch(s) else Status.NOT_NEEDED
-                line[Form.DISK] = (status, Reason.OK, 0, hkv.Place(t["place"][row]))
+                place = hkv.Place(t["place"][row]) if any(self.copies[s]) else hkv.Place.NONE
+                line[Form.DISK] = (status, Reason.OK, 0, place)
             elif life is Life.STALE and lacking:
                 line[Form.DISK] = (Status.RECOMPUTE, Reason.LIFECYCLE, 0, hkv.Place.NONE)
             out.append(line)

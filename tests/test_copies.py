@@ -4,6 +4,7 @@ The copies lie in a dictionary here. Rows are known rows (see `payload`).
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from payload import QUICK, Payload, group
+from payload import QUICK, Payload, expected, group
 
 import hkv
 from hkv import Blocker, Form, Life, Place, Status, Verdict
@@ -291,6 +292,120 @@ def test_what_was_invalidated_or_replaced_on_the_way_out_gets_no_copy():
     assert p.life(other, Form.DISK) == [Life.EMPTY] * 5
     assert p.boundary([[*other, 1]]) == [5 * B]
     invariants(p.cache)
+
+
+def rewrite(p, prompt, version):
+    """Other indexer rows for a stored prompt; which of its segments took them."""
+    spec, rows = LAYOUT.groups[5], p.chain(prompt)
+    keys = expected(LAYOUT, 5, 1, prompt, version=version)[: len(rows) * B // 4]
+    keys = jnp.asarray(keys.reshape(1, len(rows), LAYOUT.segment_rows(spec), 3))
+    p.cache, done = hkv.update_indexer(
+        p.cache, jnp.asarray(rows), {"idx": keys}, jnp.uint32(version)
+    )
+    return np.asarray(done).tolist()
+
+
+def test_a_copy_is_not_taken_for_what_an_indexer_wrote_later():
+    p = stored(PROMPT)
+    p.put_away(PROMPT)
+    assert rewrite(p, PROMPT, 1) == [True] * 5
+    new = p.need(version=1)
+    assert p.boundary([ASK], new) == [5 * B]
+    p.clear((Form.INDEXER,))
+    found = jax.device_get(p.query([ASK], new))
+    assert not found.bytes.any() and not np.asarray(p.plan([ASK], new).fetch).any()
+    assert (found.copied[0, :5, 5] == 0).all()
+    p.store([ASK], need=new, version=1)
+
+
+@pytest.mark.parametrize("life", [Life.OFFLOADING, Life.LOADING, Life.STALE, Life.ON_DISK])
+def test_an_indexer_rewrites_only_what_is_ready(life):
+    p = stored(PROMPT)
+    under_way = p.begin_offload(PROMPT) if life is Life.OFFLOADING else []
+    if life in (Life.LOADING, Life.ON_DISK):
+        p.put_away(PROMPT, keep=False)
+    if life is Life.LOADING:
+        p.cache, loading, _ = begin_load(p.cache, p.plan([ASK]))
+    if life is Life.STALE:
+        every = jnp.asarray(p.chain(PROMPT)), jnp.asarray(bits(Form.INDEXER)), Life.STALE
+        p.cache, _ = hkv.transition(p.cache, *every)
+    assert p.life(PROMPT, Form.INDEXER) == [life] * 5
+    before = jax.device_get(p.cache)
+    assert rewrite(p, PROMPT, 1) == [False] * 5
+    jax.tree.map(np.testing.assert_array_equal, before.table, jax.device_get(p.cache.table))
+    if life is Life.LOADING:
+        assert p.load_all(ASK, loading)
+    p.shelve(PROMPT, under_way)
+    invariants(p.cache)
+    if life is not Life.STALE:
+        p.fetch(ASK)
+        assert p.boundary([ASK]) == [5 * B]
+
+
+def test_what_was_rewritten_on_the_way_out_gets_no_copy():
+    p = stored(PROMPT)
+    under_way = p.begin_offload(PROMPT)
+    every = jnp.asarray(p.chain(PROMPT)), jnp.asarray(bits(Form.INDEXER)), Life.READY
+    p.cache, _ = hkv.transition(p.cache, *every)
+    assert rewrite(p, PROMPT, 1) == [True] * 5
+    p.shelve(PROMPT, under_way)
+    p.clear((Form.INDEXER,))
+    assert not np.asarray(p.plan([ASK], p.need(version=1)).fetch).any()
+    p.store([ASK], need=p.need(version=1), version=1)
+
+
+def other_kernels(p, *names):
+    """What a build asks with whose kernels of some groups mean other bytes."""
+    layout = LAYOUT
+    for name in names:
+        layout = layout.with_abi(name, version=2)
+    return p.need(abi=layout.abi)
+
+
+def test_a_copy_is_not_taken_for_what_other_kernels_made_again():
+    p = stored(PROMPT)
+    p.put_away(PROMPT)
+    new, cheap = other_kernels(p, "w5", "w12"), hkv.costs(replay=0.125)
+    lease = p.start([ASK], need=new, costs=cheap)
+    assert np.asarray(lease.length)[0] == 5 * B
+    lease, _ = p.publish(lease, [ASK])
+    p.release(lease)
+    assert p.boundary([ASK], new) == [5 * B]
+    p.clear((Form.WINDOW,))
+    invariants(p.cache)
+    copied = np.asarray(p.cache.table.copied)[p.chain(PROMPT)]
+    assert not copied[4, 3:5].any() and not copied[3, 4].any() and (copied[:, 0, 1] > 0).all()
+    assert not np.asarray(p.plan([ASK], new).fetch).any()
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_what_lies_on_disk_alone_can_be_made_again_without_a_fetch(anew):
+    p = stored(PROMPT)
+    p.put_away(PROMPT, ROLLING, keep=False)
+    assert p.life(PROMPT, Form.WINDOW) == [Life.ON_DISK] * 5
+    need = other_kernels(p, "w5", "w12") if anew else p.need()
+    lease = p.start([ASK], need=need, costs=hkv.costs(replay=0.125, disk=math.inf))
+    assert np.asarray(lease.length)[0] == 5 * B
+    lease, _ = p.publish(lease, [ASK])
+    p.release(lease)
+    invariants(p.cache)
+    assert p.boundary([ASK], need) == [5 * B]
+    assert p.life(PROMPT, Form.WINDOW) == [Life.ON_DISK] * 3 + [Life.READY] * 2
+
+
+def test_what_is_being_loaded_is_not_made_again_in_its_place():
+    p = stored(PROMPT)
+    p.put_away(PROMPT, ROLLING, keep=False)
+    new = other_kernels(p, "w5", "w12")
+    lease = p.start([ASK], need=new, costs=hkv.costs(replay=0.125))
+    p.cache, loading, _ = begin_load(p.cache, p.plan([ASK]))
+    assert np.asarray(loading.forms).any()
+    lease, _ = p.publish(lease, [ASK])
+    p.release(lease)
+    invariants(p.cache)
+    assert p.load_all(ASK, loading)
+    assert p.boundary([ASK]) == [5 * B] and p.boundary([ASK], new) == [0]
+    p.store([ASK])
 
 
 def test_what_is_being_loaded_stays_and_what_went_meanwhile_is_left_alone():

@@ -80,11 +80,11 @@ def _fetches(o, groups, p):
 def _ways(plain, o, groups, prices):
     lay, n, B = o.layout, len(o.prompt), o.B
     sets, out = o.sets(), []
-    groups = range(len(lay.groups))
+    every = range(len(lay.groups))
     for p in o.positions:
         holes = {
             g: [s for s in range(min(p // B, o.whole)) if o.reasons[s][g] is not Reason.OK]
-            for g in groups
+            for g in every
             if o.closed(g)
         }
         holes = {g: x for g, x in holes.items() if x}
@@ -94,15 +94,15 @@ def _ways(plain, o, groups, prices):
                     max(max(x) for x in holes.values()) * B + B)  # fmt: skip
             lost = {g: max(fill[0] - _lead(lay, g), 0) for g in holes}
             begin = planted.replay_from(lay, fill[1], lost, {})
-        gone = {g for g in groups if not o.closed(g) and p not in sets[g]}
+        gone = {g for g in every if not o.closed(g) and p not in sets[g]}
         lost = {g: min(planted.needed(lay.groups[g].rule, p)) for g in gone}
-        kept = {g: p - o.run(g, p) for g in groups if not o.closed(g)}
+        kept = {g: p - o.run(g, p) for g in every if not o.closed(g)}
         start = planted.replay_from(lay, p, lost, kept)
         # Entries inside the partly shared segment are there or not; they are not made again.
         own = {
             g: {e for e in planted.needed(lay.groups[g].rule, p)
                 if e * lay.groups[g].rule.unit >= o.base}
-            for g in groups if o.closed(g)
+            for g in every if o.closed(g)
         }  # fmt: skip
         if p > o.base and any(not x <= o.group_rows(g) for g, x in own.items()):
             continue

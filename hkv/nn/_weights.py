@@ -76,8 +76,8 @@ def random_weights(
 ) -> Weights:
     """Normal weights of standard deviation `scale`; gains near 1; ids uniform.
 
-    Drawn per name on the host in float64 and then cast, so that the same key gives the same model
-    in every dtype and adding a layer changes no other.
+    Drawn per name on the host and rounded to float32, then cast, so that the same key gives the
+    same model in every dtype and adding a layer changes no other.
 
     Args:
         key: a PRNG key, typed or raw.
@@ -94,7 +94,7 @@ def random_weights(
         value = rng.normal(0.0, scale, request.shape)
         if request.kind == "norm":
             value = 1.0 + value
-        return jnp.asarray(value, dtype if request.kind == "matrix" else widen(dtype))
+        return jnp.asarray(value.astype(np.float32), dtype if request.kind == "matrix" else widen(dtype))
 
     return Weights(source)
 
