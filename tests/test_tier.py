@@ -223,14 +223,14 @@ def test_a_store_that_does_not_answer_costs_no_more_than_the_timeout(store, monk
     with make(store) as m:
         serve(m, 0, 50)
     hang = threading.Event()
-    with make(store, timeout=0.2) as m:
+    with make(store, timeout=1.0) as m:
         m.warmup()
         serve(m, 1, 50)
         real = store.open
         monkeypatch.setattr(store, "open", lambda *a, **k: (hang.wait(20), real(*a, **k))[1])
         begin = time.monotonic()
         assert m.restore(STREAMS[0][:60]) == 0
-        assert time.monotonic() - begin < 2
+        assert time.monotonic() - begin < 10
         assert m.counters.rejected == {"TIMEOUT": 1}
         assert serve(m, 0, 60) == 0
         hang.set()
@@ -246,6 +246,7 @@ def test_a_full_store_loses_nothing_of_the_cache(store, monkeypatch):
         settled(m)
         assert not files(store) and m.counters.rejected == {Problem.FULL.name: 6}
         assert serve(m, 0, 60) >= 48
+        settled(m)
         life = m.read(lambda c: np.asarray(c.table.life))[1]
         assert not (life == Life.OFFLOADING).any() and not (life[:, Form.DISK] != 0).any()
 

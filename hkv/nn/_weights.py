@@ -94,7 +94,8 @@ def random_weights(
         value = rng.normal(0.0, scale, request.shape)
         if request.kind == "norm":
             value = 1.0 + value
-        return jnp.asarray(value.astype(np.float32), dtype if request.kind == "matrix" else widen(dtype))
+        kept = dtype if request.kind == "matrix" else widen(dtype)
+        return jnp.asarray(value.astype(np.float32), kept)
 
     return Weights(source)
 
