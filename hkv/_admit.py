@@ -35,7 +35,7 @@ from hkv._room import make_room
 from hkv._route import Plan
 from hkv._rules import Kind, required
 from hkv._slots import add, put, take
-from hkv._view import stamps_hold
+from hkv._view import covers, stamps_hold
 from pallas_kernels import copy_pages
 
 
@@ -58,7 +58,7 @@ class Blocker(enum.IntEnum):
     LEASES = 5  # lease slots
     CHANGED = 6  # the plan's segments changed since the query: query again
     PRIVATE = 7  # a fork of a request whose recovered pages are not published yet
-    RECOVER = 8  # the plan has something to recover first: admit it instead
+    RECOVER = 8  # there is something to recover first: for `lease`, admit the plan instead
     FETCH = 9  # the plan has something to fetch first: load it, then query again
 
 
@@ -212,7 +212,9 @@ def fork(cache: Cache, lease: Lease, total: jax.Array) -> tuple[Cache, Lease, Ad
 @functools.partial(jax.jit, donate_argnames=("cache",))
 def _fork(cache: Cache, lease: Lease, total: jax.Array):
     used = jnp.any(lease.private, axis=(1, 2))
-    ok = check_lease(cache, lease) & stamps_hold(cache, lease, lease.length) & ~used
+    right = check_lease(cache, lease) & stamps_hold(cache, lease, lease.length)
+    whole = covers(cache, lease, lease.length)
+    ok = right & whole & ~used
     zero = jnp.zeros_like(lease.length)
     have = lease.have
     # Rows appended since the lease was taken are held as well.
@@ -231,8 +233,9 @@ def _fork(cache: Cache, lease: Lease, total: jax.Array):
         need=lease.need, word=lease.serial[:, 1], ok=ok,
     )  # fmt: skip
     cache, out, answer = _reserve_all(cache, source, total, True)
-    private = used & (answer.verdict != Verdict.ADMIT)
-    return cache, out, _blocked(answer, private, Blocker.PRIVATE)
+    held = answer.verdict != Verdict.ADMIT
+    answer = _blocked(answer, held & right & ~whole, Blocker.RECOVER)
+    return cache, out, _blocked(answer, held & used, Blocker.PRIVATE)
 
 
 def _source(plan: Plan, ok: jax.Array) -> _Source:

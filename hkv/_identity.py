@@ -80,7 +80,10 @@ def media_digests(layout: Layout, tokens: int, items: Sequence[tuple[int, int, b
         ValueError: a prompt longer than the longest bucket, or an item that begins after it.
     """
     check_type("layout", layout, Layout)
-    for at, n, digest in items:
+    for item in items:
+        if not isinstance(item, tuple) or len(item) != 3:
+            raise TypeError(f"`items` holds {item!r}; give (first token, tokens, digest) triples")
+        at, n, digest = item
         check_type("items", digest, bytes)
         check_int("items", n, 1)
         check_int("items", at, 0)
@@ -175,6 +178,7 @@ def need(
     ):  # fmt: skip
         check_int(name, value, 0, top)
     bucket = lay.buckets[-1] if bucket is None else bucket
+    check_int("bucket", bucket, 1)
     if bucket not in lay.buckets:
         raise ValueError(f"`bucket` is {bucket!r}; give one of {lay.buckets}")
     S = bucket // lay.segment_tokens
@@ -184,13 +188,11 @@ def need(
     wide = [n // lay.segment_tokens for n in lay.buckets]
     if media.ndim != 3 or media.shape[::2] != (requests, 4) or media.shape[1] not in wide:
         raise ValueError(f"`media` has shape {media.shape}; give [{requests}, S, 4], S of {wide}")
-    abi = lay.abi if abi is None else np.array(abi, np.uint32)
-    codes = byte_codes(cache) if codes is None else np.array(codes, np.uint32)
-    for name, a, want in (
-        ("abi", abi, (len(lay.groups),)), ("codes", codes, (len(lay.groups), lay.shards)),
-    ):  # fmt: skip
-        if a.shape != want:
-            raise ValueError(f"`{name}` has shape {a.shape}; give {want}")
+    abi = lay.abi if abi is None else _words("abi", abi, len(lay.groups))
+    codes = byte_codes(cache) if codes is None else codes
+    codes = _words("codes", codes, len(lay.groups), lay.shards)
+    if not codes.all():
+        raise ValueError(f"`codes` holds 0, which no pool has: {codes.tolist()}; give byte_codes")
     ids = [digest128(t.encode(), a, model) for t, a in zip(salts, adapters, strict=True)]
     numbers = dict(
         identity=np.stack(ids),
@@ -206,6 +208,18 @@ def need(
     # An explicit transfer, to where the cache lies: it compiles nothing and is not repeated.
     there = getattr(cache.clock, "committed", False)
     return Need(**jax.device_put(numbers, cache.clock.sharding if there else None))
+
+
+def _words(name: str, value, *shape: int) -> np.ndarray:
+    """`u32[shape]` of integers that fit."""
+    a = np.asarray(value)
+    if a.dtype.kind not in "iu":
+        raise TypeError(f"`{name}` holds {a.dtype}; give uint32")
+    if a.shape != shape:
+        raise ValueError(f"`{name}` has shape {a.shape}; give {shape}")
+    if ((a < 0) | (a >= 2**32)).any():
+        raise ValueError(f"`{name}` holds {a.tolist()}; give words of 0 to 2**32 - 1")
+    return a.astype(np.uint32)
 
 
 def _each(name: str, value, kind: type, n: int) -> list:

@@ -119,15 +119,19 @@ class Layout:
     def __post_init__(self):
         for name in ("groups", "buckets"):
             object.__setattr__(self, name, _tuple(name, getattr(self, name)))
-        B = _positive("segment_tokens", self.segment_tokens)
+        check_int("segment_tokens", self.segment_tokens, 1)
         check_int("segments", self.segments, 1, 2**28)  # a few times that many index an i32
         check_int("leases", self.leases, 1, 2**28)
-        _positive("shards", self.shards)
-        check_int("tenants", self.tenants, 0)
+        check_int("shards", self.shards, 1)
+        check_int("tenants", self.tenants, 0, 2**28)
         check_int("ahead", self.ahead, 0)
         check_type("disk", self.disk, bool)
         for n in self.buckets:
-            _positive("buckets", n)
+            check_int("buckets", n, 1)
+        for name in ("segment_tokens", "segments", "leases", "shards", "tenants", "ahead"):
+            object.__setattr__(self, name, int(getattr(self, name)))
+        object.__setattr__(self, "buckets", tuple(map(int, self.buckets)))
+        B = self.segment_tokens
         if not self.buckets or list(self.buckets) != sorted(set(self.buckets)):
             raise ValueError(f"`buckets` must rise, got {self.buckets}; give lengths in tokens")
         for n in self.buckets:
@@ -172,7 +176,10 @@ class Layout:
                 )
         for name in ("rows_per_page", "pages"):
             check_int(name, getattr(g, name), 0)
-        g = dataclasses.replace(g, layers=layers, row=row, abi=abi)
+        g = dataclasses.replace(
+            g, layers=layers, row=row, abi=abi, rows_per_page=int(g.rows_per_page),
+            pages=int(g.pages),
+        )  # fmt: skip
         if not isinstance(g.form, Form) or g.form not in _FORM_RULES:
             raise ValueError(f"`form` of group {g.name!r} is {g.form!r}; use a device form")
         if g.rule.kind not in _FORM_RULES[g.form]:
@@ -182,11 +189,17 @@ class Layout:
         if any(n < 1 for n in g.row):
             raise ValueError(f"`row` of group {g.name!r} is {g.row}; sizes must be 1 or more")
         try:
-            dtype = str(jnp.dtype(g.dtype if g.dtype is not None else "None"))
+            dtype = jnp.dtype(g.dtype if g.dtype is not None else "None")
+            whole = jnp.issubdtype(dtype, jnp.integer)
+            real = whole or jnp.issubdtype(dtype, jnp.floating)
+            bits = (jnp.iinfo if whole else jnp.finfo)(dtype).bits if real else 0
         except TypeError:
+            bits = 0
+        if bits < 8:
             raise ValueError(
-                f"`dtype` of group {g.name!r} is {g.dtype!r}; name a NumPy or JAX dtype"
-            ) from None
+                f"`dtype` of group {g.name!r} is {g.dtype!r}; name an integer or floating dtype of "
+                "8 bits or more"
+            )
         if len(dict(g.abi)) != len(g.abi):
             raise ValueError(f"`abi` of group {g.name!r} repeats a name: {g.abi}")
         if self.segment_tokens % (g.rule.size if g.rule.kind in _RATIO else 1):
@@ -202,7 +215,7 @@ class Layout:
                 f"{rows} rows of a segment"
             )
         pages = g.pages or self.segments * (rows // R) + 1
-        return dataclasses.replace(g, rows_per_page=R, pages=pages, dtype=dtype)
+        return dataclasses.replace(g, rows_per_page=R, pages=pages, dtype=str(dtype))
 
     def segment_rows(self, g: Group) -> int:
         """Rows of one whole segment in group `g`; a recurrent state keeps one snapshot."""
@@ -303,9 +316,3 @@ def _tuple(name: str, value) -> tuple:
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
         raise TypeError(f"`{name}` is {value!r}; give a tuple")
     return tuple(value)
-
-
-def _positive(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"`{name}` is {value!r}; give an int of 1 or more")
-    return value

@@ -100,10 +100,15 @@ class Transition:
         t = jax.device_get(self)
         lines = [f"{int(t.moved.sum())} moved, {int((t.refusal > 0).sum())} refused"]
         for k, f in np.argwhere(t.refusal > 0):
-            states = f"{Life(int(t.old[k, f])).name} -> {Life(int(t.new[k, f])).name}"
+            states = f"{life_name(t.old[k, f])} -> {life_name(t.new[k, f])}"
             why = Refusal(int(t.refusal[k, f])).sentence
             lines.append(f"  segment {t.rows[k]}, {Form(int(f)).name}: {states}: {why}")
         return "\n".join(lines)
+
+
+def life_name(code) -> str:
+    """The name of a state, or the number where that is none."""
+    return Life(int(code)).name if int(code) < len(Life) else str(int(code))
 
 
 def _look_up(facts: np.ndarray, old: jax.Array, new: jax.Array) -> jax.Array:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hkv._admit import Blocker, Verdict, admit, lease
-from hkv._arguments import check_int
+from hkv._arguments import check_int, token_ids
 from hkv._availability import Reason
 from hkv._counters import Numbers, count, numbers
 from hkv._owner import Owner, StateLost
@@ -34,8 +34,12 @@ ROOM = (Blocker.ROWS, Blocker.PAGES, Blocker.CAP)
 class Line(Owner):
     """The part of a manager that admits; `Manager` is the class to use."""
 
-    def __init__(self, layout, sharding, identity, *, replay, params, chunk, prices: Costs | None):
+    def __init__(
+        self, layout, sharding, identity, *, replay, params, chunk, prices: Costs | None,
+        vocabulary: int | None,
+    ):  # fmt: skip
         super().__init__(layout, sharding, identity)
+        self.vocabulary = vocabulary
         self.replay, self.params = replay, params
         self.chunk = layout.segment_tokens if chunk is None else chunk
         strict = costs(replay=math.inf)
@@ -59,7 +63,7 @@ class Line(Owner):
         self._running.clear()
 
     def _request(self, prompt, total, bucket, identity, timeout, reading) -> Request:
-        ids = token_ids(prompt)
+        ids = token_ids(prompt, vocabulary=self.vocabulary)
         if timeout is not None and not (isinstance(timeout, int | float) and timeout >= 0):
             raise ValueError(f"`timeout` is {timeout!r}; give seconds, 0 or more, or None")
         total = len(ids) if total is None else total
@@ -323,18 +327,6 @@ class Line(Owner):
 def _without_fetches(prices: Costs) -> Costs:
     """The same where nothing more is fetched: that was done before, and may be gone again."""
     return dataclasses.replace(prices, fetch=jnp.full_like(prices.fetch, jnp.inf))
-
-
-def token_ids(prompt: Any, name: str = "prompt") -> np.ndarray:
-    """Token ids as an array, checked; `bytes` are ids of a byte-level model."""
-    ids = np.frombuffer(prompt, np.uint8) if isinstance(prompt, bytes) else np.asarray(prompt)
-    if ids.ndim != 1:
-        raise ValueError(f"`{name}` has {ids.ndim} axes; give a sequence of token ids")
-    if ids.size and ids.dtype.kind not in "iu":
-        raise TypeError(f"`{name}` holds {ids.dtype}; give integer token ids")
-    if ids.size and (ids.min() < 0 or ids.max() >= 2**31):
-        raise ValueError(f"`{name}` holds ids from {ids.min()} to {ids.max()}; ids are 0 or more")
-    return ids
 
 
 @jax.jit

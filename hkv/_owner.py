@@ -7,7 +7,7 @@ results are waited for outside of it. Nothing here knows requests.
 import collections
 import dataclasses
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import jax
@@ -21,6 +21,11 @@ from hkv._identity import Need, byte_codes, need
 from hkv._layout import Layout
 from hkv._lease import Lease, release
 
+# What says whose a prefix is: the arguments of `need` that a request may give.
+IDENTITY = (
+    "salt", "adapter", "model", "start", "media", "epoch", "indexer_version", "provenance", "abi",
+    "codes",
+)  # fmt: skip
 NEEDS = 256  # identities whose arrays are kept
 
 
@@ -193,6 +198,8 @@ class Owner:
     def _need(self, bucket: int, identity: Mapping[str, Any], requests: int = 1) -> Need:
         """What requests of an identity need; kept, since many have the same. Takes the lock."""
         asked = {**self.identity, **identity}
+        for name in asked.keys() - IDENTITY:
+            raise TypeError(f"`{name}` is no part of an identity; give {', '.join(IDENTITY)}")
         if asked.get("media") is not None:
             media = np.asarray(asked["media"])
             media = media[None] if media.ndim == 2 else media
@@ -285,7 +292,7 @@ def _frozen(value: Any) -> Any:
         return value.shape, str(value.dtype), value.tobytes()
     if isinstance(value, list | tuple):
         return tuple(map(_frozen, value))
-    return type(value), value
+    return type(value), value if isinstance(value, Hashable) else repr(value)
 
 
 def _gone(cache: Cache) -> bool:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hkv import _verify
-from hkv._arguments import check_type
+from hkv._arguments import check_int, check_type, token_ids
 from hkv._availability import Availability, Place, Reason, Status
 from hkv._boundary import boundaries, enough, fetched, of_kind, run_inside, runs_at, spans_of
 from hkv._cache import Cache, check_cache, rows_of
@@ -110,23 +110,16 @@ def pad_batch(layout: Layout, prompts, vocabulary: int | None = None):
         TypeError: ids that are not integers.
     """
     check_type("layout", layout, Layout)
-    arrays = [
-        np.frombuffer(p, np.uint8) if isinstance(p, bytes) else np.asarray(p) for p in prompts
-    ]
-    if not arrays:
+    if vocabulary is not None:
+        check_int("vocabulary", vocabulary, 1, 2**31 + 1)
+    if isinstance(prompts, str | bytes) or not hasattr(prompts, "__len__"):
+        raise TypeError(f"`prompts` is {prompts!r}; give a sequence of prompts")
+    if not len(prompts):
         raise ValueError("`prompts` is empty; give at least one prompt")
-    for q, a in enumerate(arrays):
-        if a.ndim != 1:
-            raise ValueError(f"`prompts[{q}]` has {a.ndim} axes; give a sequence of token ids")
+    arrays = [token_ids(p, f"prompts[{q}]", vocabulary) for q, p in enumerate(prompts)]
     T = layout.bucket(max(len(a) for a in arrays))
     out = np.zeros((len(arrays), T), np.int32)
     for q, a in enumerate(arrays):
-        if a.size and a.dtype.kind not in "iu":
-            raise TypeError(f"`prompts[{q}]` holds {a.dtype}; give integer token ids")
-        top = vocabulary or 2**31
-        if a.size and (a.min() < 0 or a.max() >= top):
-            bad = a[(a < 0) | (a >= top)][0]
-            raise ValueError(f"`prompts[{q}]` holds token {bad}; ids are 0 to {top - 1}")
         out[q, : len(a)] = a
     return jax.device_put((out, np.array([len(a) for a in arrays], np.int32)))
 

@@ -220,6 +220,8 @@ def evict(cache: Cache, pages: jax.Array) -> Cache:
     """
     check_cache(cache)
     check_array("pages", pages, jnp.int32, len(cache.layout.groups))
+    if isinstance(pages, np.ndarray) and (pages < 0).any():
+        raise ValueError(f"`pages` holds {pages.tolist()}; give 0 or more per group")
     return _evict(cache, pages)
 
 

@@ -9,8 +9,9 @@ import enum
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from hkv._arguments import check_type
+from hkv._arguments import check_int, check_type
 
 
 class Kind(enum.Enum):
@@ -31,6 +32,16 @@ class Rule:
     kind: Kind
     size: int  # ratio m, window W or chunk C in tokens; 1 for a state
     overlap: bool = False  # tails only: each entry also folds the m tokens before its own
+
+    def __post_init__(self):
+        check_type("kind", self.kind, Kind)
+        check_int("size", self.size, 1)
+        check_type("overlap", self.overlap, bool)
+        object.__setattr__(self, "size", int(self.size))
+        if self.kind is Kind.STATE and self.size != 1:
+            raise ValueError(f"`size` is {self.size}; a state has 1")
+        if self.overlap and self.kind is not Kind.TAIL:
+            raise ValueError(f"`overlap` is True of {self.kind}; only tails overlap")
 
     @property
     def unit(self) -> int:
@@ -56,9 +67,8 @@ class Rule:
 
 
 def _rule(kind: Kind, name: str, size: int, overlap: bool = False) -> Rule:
-    if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size < 2**31:
-        raise ValueError(f"`{name}` must be an int from 1 to 2**31 - 1, got {size!r}; give tokens")
-    return Rule(kind, size, bool(overlap))
+    check_int(name, size, 1)
+    return Rule(kind, size, overlap)
 
 
 def history(m: int = 1) -> Rule:
@@ -105,8 +115,7 @@ def required(rule: Rule, p: jax.Array) -> tuple[jax.Array, jax.Array]:
         `lo`, `hi`: `i32[...]`, with `lo == hi` where nothing is required.
     """
     check_type("rule", rule, Rule)
-    if not jnp.issubdtype(jnp.result_type(p), jnp.integer):
-        raise TypeError(f"`p` is {jnp.result_type(p)}; give integer positions")
+    check_positions("p", p)
     p = jnp.asarray(p, jnp.int32)
     n = rule.size
     match rule.kind:
@@ -120,6 +129,18 @@ def required(rule: Rule, p: jax.Array) -> tuple[jax.Array, jax.Array]:
             return jnp.maximum(p // n * n - (n if rule.overlap else 0), 0), p
         case Kind.STATE:
             return p, p + (p > 0).astype(jnp.int32)
+
+
+def check_positions(name: str, value) -> None:
+    """Refuses what are no integers, and of values on the host those that are no positions."""
+    if not isinstance(value, jax.Array | np.ndarray | np.generic | int):
+        raise TypeError(f"`{name}` is {value!r}; give an array of positions")
+    if not jnp.issubdtype(jnp.result_type(value), jnp.integer):
+        raise TypeError(f"`{name}` is {jnp.result_type(value)}; give integer positions")
+    if not isinstance(value, jax.Array):
+        a = np.asarray(value)
+        if a.size and (a.min() < 0 or a.max() >= 2**31):
+            raise ValueError(f"`{name}` holds {a.tolist()}; give positions of 0 to 2**31 - 1")
 
 
 def first_seen(rule: Rule, p: jax.Array) -> jax.Array:
@@ -158,6 +179,8 @@ def replay_start(
     Raises:
         ValueError: `lost` or `have` of fewer groups than `layers` names, or no pairs in `have`.
     """
+    for name, value in (("end", end), ("lost", lost), ("have", have)):
+        check_positions(name, value)
     G = 1 + max((g for groups in layers for g, _ in groups), default=-1)
     if lost.shape[-1:] < (G,):
         raise ValueError(f"`lost` has shape {lost.shape}; give [..., {G} groups]")

@@ -215,6 +215,8 @@ class Tier:
                 with owner._lock:
                     owner._commit(lambda c, x=copies, d=done, p=place: offloaded(c, x, d, p, keep))
                     owner._notify()
+            if (wanted[some] & ~stored[: len(some)]).any():
+                break  # nothing is stored after what could not be: the next time begins here
         return int(np.sum(rows < N))
 
     def _wanted_forms(self, rows, life, copied, held, keep: bool) -> np.ndarray:

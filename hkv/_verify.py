@@ -243,7 +243,8 @@ def verify_payload(cache: Cache, rows: jax.Array) -> jax.Array:
         rows: `i32[K]` segments.
 
     Returns:
-        `u8[K, G]`: OK, or DIGEST where the payload is no longer what was published.
+        `u8[K, G]`: OK, DIGEST where the payload is no longer what was published, LIFECYCLE where a
+        form is not there to be read, NOT_FOUND where no segment stands in the row.
     """
     check_cache(cache)
     check_array("rows", rows, jnp.int32, None)
@@ -255,6 +256,11 @@ def _verify_payload(cache: Cache, rows: jax.Array) -> jax.Array:
     def one(row):
         seg = rows_of(cache.table, row)
         same = payload_digest(cache, seg.pages, seg) == seg.digest
-        return jnp.where(jnp.all(same, axis=-1), jnp.uint8(0), jnp.uint8(Reason.DIGEST))
+        why = jnp.where(jnp.all(same, axis=-1), jnp.uint8(0), jnp.uint8(Reason.DIGEST))
+        life = seg.life[np.asarray(cache.layout.forms)]
+        there = (life == Life.READY) | (life == Life.OFFLOADING)
+        why = jnp.where(there, why, jnp.uint8(Reason.LIFECYCLE))
+        stands = (row >= 0) & (row < cache.layout.segments) & (seg.length > 0)
+        return jnp.where(stands, why, jnp.uint8(Reason.NOT_FOUND))
 
     return jax.lax.map(one, rows)

@@ -166,7 +166,7 @@ def view(cache: Cache, lease: Lease, count: jax.Array, position: jax.Array | Non
     Args:
         cache: the cache as it is now.
         lease: what the requests hold.
-        count: `i32[Q]` tokens of the chunk that are real.
+        count: `i32[Q]` tokens of the chunk that are real; never more than the model runs.
         position: `i32[Q]` where the chunk starts; by default where each request stands.
     """
     check_fits(cache, lease)
@@ -184,8 +184,8 @@ def view(cache: Cache, lease: Lease, count: jax.Array, position: jax.Array | Non
 def view_of_replay(cache: Cache, lease: Lease, count: jax.Array, position: jax.Array) -> View:
     """A view for a run that makes what is missing, and so cannot have it yet."""
     ok = check_lease(cache, lease) & stamps_hold(cache, lease, position)
-    ok &= (count >= 0) & (position + count <= lease.total)
     ok &= (position >= 0) & (position <= lease.length)  # no gaps
+    ok &= (count >= 0) & (count <= lease.total - position)
     return View(cache=cache, lease=lease, position=position, count=count, ok=ok, pending={})
 
 
@@ -227,6 +227,9 @@ def append(
     done = _when_read(done, after)
     cache, lease = done.cache, done.lease
     lay = cache.layout
+    for spec in lay.groups:
+        if spec.rule.kind is not Kind.STATE and spec.name not in done.pending:
+            raise ValueError(f"`{spec.name}` was not written; write rows of every group of `done`")
     pools, ok = list(cache.pools), done.ok
     # Rows that were published, or that a branch reads as well, stay as they are.
     own = lease.own & (take(cache.table.length, lease.rows, 1) == 0)
@@ -236,7 +239,8 @@ def append(
         begin = jnp.arange(own.shape[1], dtype=jnp.int32)[None] * lay.segment_tokens
         lo, hi = done.position[:, None], (done.position + done.count)[:, None]
         theirs = (begin < hi) & (begin + lay.segment_tokens > lo) & ~own
-        ok &= (done.count <= 0) | ~(jnp.any(theirs, 1) | jnp.any(lo < lease.write[..., 0], 1))
+        idle = (done.count <= 0) & (done.position >= lease.length)
+        ok &= idle | ~(jnp.any(theirs, 1) | jnp.any(lo < lease.write[..., 0], 1))
     for name, layers in done.pending.items():  # a chunk narrower than `count` says is not stored
         u = lay.groups[lay.group(name)].rule.unit
         closing = (done.position + done.count) // u - done.position // u

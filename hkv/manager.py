@@ -16,14 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from hkv._admit import Admission
-from hkv._arguments import check_int, check_type
+from hkv._arguments import check_callable, check_int, check_type, token_ids
 from hkv._availability import Availability
 from hkv._caps import set_caps
 from hkv._counters import Counters as Counters
 from hkv._counters import Overview, impossible, occupancy_tables
 from hkv._layout import Layout
 from hkv._lease import Lease
-from hkv._line import PAUSE, Line, no_reuse, token_ids
+from hkv._line import PAUSE, Line, no_reuse
 from hkv._owner import Conflict as Conflict
 from hkv._owner import StateLost as StateLost
 from hkv._pages import occupancy
@@ -70,6 +70,7 @@ class Manager(Line):
             prompt needs of it is fetched before the request joins the line.
         tier: what goes there and comes back when, as `hkv.Tier` takes it: `write`, `windows`,
             `staging`, `timeout`, `spare`.
+        vocabulary: number of token ids that the model knows; others are refused.
         identity: defaults for what `need` takes: salt, adapter, model, epoch ...
     """
 
@@ -77,11 +78,22 @@ class Manager(Line):
         self, layout: Layout, *, replay: Callable | None = None, params: Any = None,
         chunk: int | None = None, costs: Costs | None = None, retention: Retention | None = None,
         sharding: jax.sharding.NamedSharding | None = None, store: Any = None,
-        tier: Mapping[str, Any] | None = None, **identity,
+        tier: Mapping[str, Any] | None = None, vocabulary: int | None = None, **identity,
     ):  # fmt: skip
+        if replay is not None:
+            check_callable("replay", replay)
+        if chunk is not None:
+            check_int("chunk", chunk, 1)
+        if vocabulary is not None:
+            check_int("vocabulary", vocabulary, 1)
+        if costs is not None:
+            check_type("costs", costs, Costs)
+        if retention is not None:
+            check_type("retention", retention, Retention)
         super().__init__(
-            layout, sharding, identity, replay=replay, params=params, chunk=chunk, prices=costs
-        )
+            layout, sharding, identity, replay=replay, params=params, chunk=chunk, prices=costs,
+            vocabulary=vocabulary,
+        )  # fmt: skip
         self.retention = retention
         self._need(layout.buckets[0], {})  # refuses wrong defaults now
         self._warned: set[str] = set()
@@ -99,9 +111,12 @@ class Manager(Line):
                 prompts and bucket.
             identity: what `need` takes, in place of the manager's defaults.
         """
-        one = isinstance(prompts, bytes) or not len(prompts) or isinstance(prompts[0], int)
-        one = one or (np.ndim(prompts[0]) == 0 and not isinstance(prompts[0], bytes))
-        arrays = [token_ids(p) for p in ([prompts] if one else prompts)]
+        if not hasattr(prompts, "__len__"):
+            raise TypeError(f"`prompts` is {prompts!r}; give token ids, or a sequence of prompts")
+        one = isinstance(prompts, bytes) or not len(prompts) or np.isscalar(prompts[0])
+        one = one and not (len(prompts) and isinstance(prompts[0], bytes))
+        some = [prompts] if one else prompts
+        arrays = [token_ids(p, "prompts", self.vocabulary) for p in some]
         bucket = self.layout.bucket(max(len(a) for a in arrays))
         tokens = np.zeros((len(arrays), bucket), np.int32)
         for q, a in enumerate(arrays):
@@ -233,7 +248,7 @@ class Manager(Line):
         Returns:
             `i32[1]`, how many segments were listed; -1 where the lease no longer holds.
         """
-        ids = None if tokens is None else token_ids(tokens)
+        ids = None if tokens is None else token_ids(tokens, "tokens", self.vocabulary)
         T = request.tokens.shape[1]
         if ids is None:
             padded, given = request.tokens, request.length
@@ -369,7 +384,7 @@ class Manager(Line):
         return self._tier
 
     def _prefix(self, prompt, identity):
-        ids = token_ids(prompt)
+        ids = token_ids(prompt, vocabulary=self.vocabulary)
         row = np.zeros((1, self.layout.bucket(len(ids))), np.int32)
         row[0, : len(ids)] = ids
         tokens, length = jax.device_put((row, np.array([len(ids)], np.int32)))
@@ -402,6 +417,7 @@ class Manager(Line):
 
         For requests that are admitted from now on; those that run go on with what they have.
         """
+        self._need(self.layout.buckets[0], identity)  # refuses what is no identity
         with self._lock:
             self.params = params
             self.identity = {**self.identity, **identity}

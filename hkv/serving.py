@@ -17,9 +17,8 @@ import jax
 import numpy as np
 
 from hkv import _batch
-from hkv._arguments import check_int
+from hkv._arguments import check_callable, check_int, check_type, token_ids
 from hkv._availability import Availability
-from hkv._line import token_ids
 from hkv._route import Plan
 from hkv.manager import Closed, Manager, Refused, Request, StateLost, Stopped
 
@@ -139,6 +138,11 @@ class Engine:
         budget: int | None = None, steps: int = 8, sample: Callable = _batch.greedy,
         bucket: int | None = None, on_logits: Callable | None = None,
     ):  # fmt: skip
+        check_type("manager", manager, Manager)
+        check_callable("forward", forward)
+        check_callable("sample", sample)
+        if on_logits is not None:
+            check_callable("on_logits", on_logits)
         layout = manager.layout
         self.manager, self.slots, self.steps, self.on_logits = manager, slots, steps, on_logits
         self.chunk = layout.segment_tokens if chunk is None else chunk
@@ -187,7 +191,8 @@ class Engine:
         Raises:
             ValueError: token ids out of range, or more tokens than the bucket holds.
         """
-        ids, ends = token_ids(prompt), token_ids(stop, "stop").tolist()
+        known = self.manager.vocabulary
+        ids, ends = token_ids(prompt, "prompt", known), token_ids(stop, "stop", known).tolist()
         check_int("max_tokens", max_tokens, 1)
         check_int("seed", seed, 0, 2**32)
         if not len(ids):

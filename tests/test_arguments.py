@@ -18,6 +18,7 @@ from test_levels import LEVELS, PROMPT, B, S, question, stored
 
 import hkv
 from hkv import Form
+from hkv._rules import Kind, Rule
 
 T = B * S
 G = len(LEVELS.groups)
@@ -87,9 +88,25 @@ NEW = jnp.zeros((1, 2, 1), jnp.float32)  # [Q, E, 1]
 # fmt: off
 BAD = [
     # Describe.
-    *((f, bad, ValueError, name, lambda k, f=f, bad=bad: getattr(hkv, f)(bad))
+    *((f, bad, (TypeError, ValueError), name, lambda k, f=f, bad=bad: getattr(hkv, f)(bad))
       for f, name in (("history", "m"), ("window", "W"), ("chunk", "C"), ("tail", "m"), ("indexer", "m"))
       for bad in (0, -1, 1.5, True, 2**31, "4")),
+    *(("Rule", what, error, name, lambda k, args=args: Rule(*args)) for what, error, name, args in (
+        ("kind", TypeError, "kind", ("window", 3)),
+        ("size", ValueError, "size", (Kind.WINDOW, 0)),
+        ("state of 2", ValueError, "size", (Kind.STATE, 2)),
+        ("window that overlaps", ValueError, "overlap", (Kind.WINDOW, 3, True)),
+        ("text", TypeError, "overlap", (Kind.TAIL, 3, "no")),
+      )),
+    ("tail", "text", TypeError, "overlap", lambda k: hkv.tail(4, overlap="no")),
+    *(("required", what, error, "p", lambda k, p=p: hkv.required(hkv.window(3), p)) for what, error, p in (
+        ("negative", ValueError, -1), ("negative in an array", ValueError, i32(3, -1)),
+        ("far", ValueError, np.array([2**31])), ("list", TypeError, [3]), ("bool", TypeError, True),
+      )),
+    ("replay_start", "negative", ValueError, "end",
+     lambda k: hkv.replay_start(LEVELS.layers, i32(-1)[0], jnp.zeros(3, jnp.int32), jnp.zeros((3, 2), jnp.int32))),
+    ("replay_start", "list", TypeError, "lost",
+     lambda k: hkv.replay_start(LEVELS.layers, jnp.int32(3), [0, 0, 0], jnp.zeros((3, 2), jnp.int32))),
     ("required", "no rule", TypeError, "rule", lambda k: hkv.required("history", i32(3))),
     ("required", "floats", TypeError, "p", lambda k: hkv.required(hkv.window(3), np.float32(3))),
     ("replay_start", "one bound", ValueError, "have",
@@ -101,10 +118,12 @@ BAD = [
     ("Layout", "a group alone", TypeError, "groups", lambda k: hkv.Layout(_group(), B, 8, (T,))),
     ("Layout", "two of a name", ValueError, "groups", lambda k: _layout(_group(), _group())),
     ("Layout", "no tokens", ValueError, "segment_tokens", lambda k: _layout(B=0, buckets=(8,))),
-    ("Layout", "float tokens", ValueError, "segment_tokens", lambda k: _layout(B=8.0, buckets=(8,))),
+    ("Layout", "float tokens", TypeError, "segment_tokens", lambda k: _layout(B=8.0, buckets=(8,))),
     ("Layout", "ratio", ValueError, "segment_tokens", lambda k: _layout(_group(rule=hkv.history(3)))),
     ("Layout", "no segments", ValueError, "segments", lambda k: _layout(segments=0)),
     ("Layout", "many segments", ValueError, "segments", lambda k: _layout(segments=2**31)),
+    ("Layout", "many tenants", ValueError, "tenants", lambda k: _layout(tenants=2**28)),
+    ("Layout", "far bucket", ValueError, "buckets", lambda k: _layout(buckets=(2**31,))),
     ("Layout", "few segments", ValueError, "segments", lambda k: _layout(segments=2)),
     ("Layout", "no leases", ValueError, "leases", lambda k: _layout(leases=0)),
     ("Layout", "no shards", ValueError, "shards", lambda k: _layout(shards=0)),
@@ -127,6 +146,8 @@ BAD = [
     ("Group", "row of a number", TypeError, "row", lambda k: _layout(_group(row=4))),
     ("Group", "no dtype", ValueError, "dtype", lambda k: _layout(_group(dtype="float31"))),
     ("Group", "dtype None", ValueError, "dtype", lambda k: _layout(_group(dtype=None))),
+    *(("Group", f"dtype {dtype}", ValueError, "dtype", lambda k, dtype=dtype: _layout(_group(dtype=dtype)))
+      for dtype in ("int4", "uint2", "float4_e2m1fn", "bool", "complex64", "object", "U3", "datetime64[s]")),
     ("Group", "name", TypeError, "name", lambda k: _layout(_group(name=3))),
     ("Group", "abi twice", ValueError, "abi", lambda k: _layout(_group(abi=(("a", 1), ("a", 2))))),
     ("Group", "abi of an array", (TypeError, ValueError), "abi", lambda k: _layout(_group(abi=(("a", np.zeros(2)),)))),
@@ -180,10 +201,16 @@ BAD = [
     ("need", "media width", ValueError, "media", lambda k: hkv.need(k.cache, media=np.zeros((1, 7, 4), np.uint32))),
     ("need", "bucket", ValueError, "bucket", lambda k: hkv.need(k.cache, bucket=2 * B)),
     ("need", "abi", ValueError, "abi", lambda k: hkv.need(k.cache, abi=OTHER.abi)),
+    ("need", "float bucket", TypeError, "bucket", lambda k: hkv.need(k.cache, bucket=float(T))),
+    ("need", "float abi", TypeError, "abi", lambda k: hkv.need(k.cache, abi=LEVELS.abi.astype(float))),
+    ("need", "negative abi", ValueError, "abi", lambda k: hkv.need(k.cache, abi=-LEVELS.abi.astype(np.int64))),
+    ("need", "wide codes", ValueError, "codes", lambda k: hkv.need(k.cache, codes=hkv.byte_codes(k.cache).astype(np.int64) + 2**32)),
+    ("need", "no codes", ValueError, "codes", lambda k: hkv.need(k.cache, codes=np.zeros((G, 1), np.uint32))),
     ("need", "codes", ValueError, "codes", lambda k: hkv.need(k.cache, codes=np.zeros((1, 1), np.uint32))),
     ("byte_codes", "no cache", TypeError, "cache", lambda k: hkv.byte_codes(LEVELS)),
     ("digest128", "text", TypeError, "fields", lambda k: hkv.digest128(b"a", "b")),
     ("media_digests", "no layout", TypeError, "layout", lambda k: hkv.media_digests(k.cache, 3, [])),
+    ("media_digests", "pair", TypeError, "items", lambda k: hkv.media_digests(LEVELS, 3, [(0, 1)])),
     ("media_digests", "long", ValueError, "tokens", lambda k: hkv.media_digests(LEVELS, T + 1, [])),
     ("media_digests", "negative", ValueError, "items", lambda k: hkv.media_digests(LEVELS, 3, [(-1, 2, b"x")])),
     ("media_digests", "empty", ValueError, "items", lambda k: hkv.media_digests(LEVELS, 3, [(0, 0, b"x")])),
@@ -197,6 +224,11 @@ BAD = [
     ("pad_batch", "floats", TypeError, "prompts", lambda k: hkv.pad_batch(LEVELS, [[1.0]])),
     ("pad_batch", "text", TypeError, "prompts", lambda k: hkv.pad_batch(LEVELS, [["a"]])),
     ("pad_batch", "negative", ValueError, "prompts", lambda k: hkv.pad_batch(LEVELS, [[-1]])),
+    ("pad_batch", "no vocabulary", ValueError, "vocabulary", lambda k: hkv.pad_batch(LEVELS, [[0]], 0)),
+    ("pad_batch", "float vocabulary", TypeError, "vocabulary", lambda k: hkv.pad_batch(LEVELS, [[0]], 7.0)),
+    ("pad_batch", "number", TypeError, "prompts", lambda k: hkv.pad_batch(LEVELS, 3)),
+    ("pad_batch", "ragged", ValueError, "prompts", lambda k: hkv.pad_batch(LEVELS, [[[1], [1, 2]]])),
+    ("pad_batch", "bytes", TypeError, "prompts", lambda k: hkv.pad_batch(LEVELS, b"abc")),
     ("pad_batch", "vocabulary", ValueError, "prompts", lambda k: hkv.pad_batch(LEVELS, [[7]], 7)),
     ("pad_batch", "beyond int32", ValueError, "prompts", lambda k: hkv.pad_batch(LEVELS, [[2**31]])),
     ("query", "no cache", TypeError, "cache", lambda k: hkv.query(LEVELS, k.tokens, k.length, k.need)),
@@ -308,6 +340,7 @@ BAD = [
     ("View.write", "row", ValueError, "new", lambda k: k.view.write("c", 0, NEW[..., None])),
     ("View.write", "requests", ValueError, "new", lambda k: k.view.write("c", 0, jnp.zeros((2, 2, 1)))),
     ("append", "no view", TypeError, "done", lambda k: hkv.append(k.cache)),
+    ("append", "missing group", ValueError, "c", lambda k: hkv.append(k.view)),
     ("append", "missing layer", ValueError, "pair", lambda k: _append_half()),
     # Publish and give memory back.
     *(("publish", what, error, name, lambda k, more=more: hkv.publish(**{**dict(
@@ -330,6 +363,7 @@ BAD = [
     ("drop", "forms", ValueError, "forms", lambda k: hkv.drop(k.cache, i32(1), np.ones(4, bool))),
     ("evict", "no cache", TypeError, "cache", lambda k: hkv.evict(LEVELS, i32(1, 1, 1))),
     ("evict", "number", TypeError, "pages", lambda k: hkv.evict(k.cache, 3)),
+    ("evict", "negative", ValueError, "pages", lambda k: hkv.evict(k.cache, i32(1, -1, 1))),
     ("evict", "groups", ValueError, "pages", lambda k: hkv.evict(k.cache, i32(1, 1))),
     ("invalidate", "no cache", TypeError, "cache", lambda k: hkv.invalidate(LEVELS, np.ones(8, bool))),
     ("invalidate", "numbers", TypeError, "rows", lambda k: hkv.invalidate(k.cache, i32(1))),

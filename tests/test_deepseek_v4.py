@@ -111,6 +111,19 @@ def test_chunks_padding_and_poison_change_nothing():
     np.testing.assert_array_equal(chunks, clean)
 
 
+@pytest.mark.parametrize("bad", [256, 2**31 - 1, -1])
+def test_an_unknown_token_gives_nan_to_its_request_alone(bad):
+    config = few()
+    model = DeepseekV4.random(config, jax.random.key(1))
+    right, _ = run(model, TOKENS, empty(config, 2, 72), 72)
+    wrong = TOKENS.copy()
+    wrong[0, 20] = bad
+    logits, _ = run(model, wrong, empty(config, 2, 72), 72)
+    assert np.isnan(logits[0, 20]).all()
+    np.testing.assert_array_equal(logits[0, :20], right[0, :20])
+    np.testing.assert_array_equal(logits[1], right[1])
+
+
 def test_aux_names_every_choice():
     config = mini_config()
     model = DeepseekV4.random(config, jax.random.key(1))
@@ -286,11 +299,15 @@ def test_published_style_of_config_means_the_same():
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"dtype": "int8"}, "dtype"),
         ({"dtype": "floaty"}, "dtype"),
+        ({"dtype": 32}, "dtype"),
+        ({"scoring_func": ["sigmoid"]}, "scoring_func"),
+        ({"compress_rates": [4, 128]}, "compress_rates"),
+        ({"rope_parameters": [1]}, "rope_parameters"),
     ],
 )
 def test_bad_config_is_refused_by_name(folder, changes, name):
     edit(folder, **changes)
-    with pytest.raises(ValueError, match=f"`{name}"):
+    with pytest.raises((TypeError, ValueError), match=f"`{name}"):
         DeepseekV4.load(folder)
 
 

@@ -833,6 +833,47 @@ def test_what_is_no_request_is_refused_at_once(m, arguments, error, message):
         m.admit(**arguments)
 
 
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        (dict(replay=3), TypeError, "`replay` is 3"),
+        (dict(chunk=0), ValueError, "`chunk` is 0"),
+        (dict(chunk=1.5), TypeError, "`chunk` is 1.5"),
+        (dict(costs=1.0), TypeError, "`costs` is a float"),
+        (dict(retention=16), TypeError, "`retention` is a int"),
+        (dict(vocabulary=0), ValueError, "`vocabulary` is 0"),
+        (dict(epoch=-1), ValueError, "`epoch` is -1"),
+        (dict(tennant="a"), TypeError, "`tennant` is no part of an identity; give salt"),
+        (dict(salt={}), TypeError, "`salt`"),
+    ],
+)
+def test_what_makes_no_manager_is_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        Manager(LAYOUT, **arguments)
+
+
+def test_parameters_of_no_identity_change_nothing(m):
+    before = m.params, dict(m.identity)
+    for identity, error in ((dict(epoch=-1), ValueError), (dict(foo=1), TypeError)):
+        with pytest.raises(error, match="`epoch`|`foo`"):
+            m.set_params(None, **identity)
+    assert m.params is before[0] and m.identity == before[1]
+
+
+def test_ids_that_the_model_does_not_know_are_refused_everywhere():
+    with Manager(LAYOUT, vocabulary=50) as m:
+        for call in (m.query, m.admit, m.try_admit, m.lease):
+            with pytest.raises(ValueError, match="token 50; give ids of 0 to 49"):
+                call([1, 50])
+        with pytest.raises(ValueError, match="token 50"):
+            m.query([[1], [50]])
+        with m.admit([1, 49], 4) as request, pytest.raises(ValueError, match="`tokens` holds .*50"):
+            request.publish([1, 50])
+        for nothing in (None, 3):
+            with pytest.raises(TypeError, match="`prompts` is"):
+                m.query(nothing)
+
+
 def test_sixteen_threads_with_failures_everywhere_lose_and_leak_nothing():
     facts = soak.Soak(operations=2000).run()
     assert facts["operations"] >= 2000 and facts["pools_lost"] > 0

@@ -131,6 +131,59 @@ def test_a_request_cannot_step_back_over_rows_that_its_branch_reads(two):
     assert np.asarray(hkv.verify_lease(two.cache, branch))[0] == hkv.Reason.OK
 
 
+def test_a_step_back_over_them_without_any_token_is_refused_as_well(two):
+    need = two.need()
+    tokens, length, available = two.ask([OLD, []], need)
+    two.cache, lease, _ = hkv.admit(two.cache, hkv.route(available, hkv.costs()), length + 8)
+    for _ in range(5):
+        count = jnp.minimum(length - lease.length, tiny.CHUNK)
+        two.cache, lease, _, _ = tiny.step(jnp.float32(1), two.cache, lease, tokens, count)
+    two.cache, lease, _ = hkv.publish(two.cache, lease, tokens, length)
+    for back, good in ((8, False), (40, True)):
+        view = hkv.view(two.cache, lease, jnp.zeros(2, jnp.int32), jnp.asarray([back, 0]))
+        _, view = tiny.forward(jnp.float32(1), tokens[:, : tiny.CHUNK], view)
+        two.cache, after, ok = hkv.append(view)
+        assert bool(ok[0]) == good and int(after.length[0]) == (back if good else 40), back
+
+
+def test_a_count_past_all_numbers_is_not_served(two):
+    need = two.need()
+    tokens, length, available = two.ask([OLD, []], need)
+    two.cache, lease, _ = hkv.admit(two.cache, hkv.route(available, hkv.costs()), length)
+    count = jnp.minimum(length, tiny.CHUNK)
+    two.cache, lease, _, _ = tiny.step(jnp.float32(1), two.cache, lease, tokens, count)
+    for n in (2**31 - 1, 41, -(2**31), -1):
+        assert not hkv.view(two.cache, lease, jnp.asarray([n, 0], jnp.int32)).ok[0], n
+
+
+def test_what_is_not_recovered_yet_cannot_be_branched(two):
+    need = two.need()
+    two.serve([OLD[:12], OLD], need)
+    rows = jnp.arange(two.cache.layout.segments, dtype=jnp.int32)
+    two.cache, _ = hkv.drop(two.cache, rows, jnp.asarray([f is hkv.Form.WINDOW for f in hkv.Form]))
+    # Of the first only a part of a segment is shared, which is copied: it has no page but its own.
+    _, length, available = two.ask([[*OLD[:12], 1], [*OLD, 1]], need)
+    two.cache, lease, _ = hkv.admit(two.cache, hkv.route(available, hkv.costs()), length)
+    two.cache, _, answer = hkv.fork(two.cache, lease, length)
+    assert (answer.verdict != hkv.Verdict.ADMIT).all()
+    assert answer.blocker.tolist() == [hkv.Blocker.RECOVER, hkv.Blocker.PRIVATE]
+
+
+def test_payloads_are_verified_where_there_are_some(two):
+    two.serve([OLD, []], two.need())
+    rows = jnp.arange(two.cache.layout.segments, dtype=jnp.int32)
+    two.cache, _ = hkv.drop(two.cache, rows, jnp.asarray([f is hkv.Form.WINDOW for f in hkv.Form]))
+    stored = np.flatnonzero(np.asarray(two.cache.table.length))
+    free = np.flatnonzero(np.asarray(two.cache.table.length) == 0)
+    for row in (-1, len(rows), -(2**31), 2**31 - 1, int(free[0])):
+        why = hkv.verify_payload(two.cache, jnp.asarray([row], jnp.int32))
+        assert (np.asarray(why) == hkv.Reason.NOT_FOUND).all(), row
+    window = np.asarray(two.cache.layout.forms) == hkv.Form.WINDOW
+    why = np.asarray(hkv.verify_payload(two.cache, jnp.asarray(stored, jnp.int32)))
+    assert window.any() and (why[:, window] == hkv.Reason.LIFECYCLE).all()
+    assert (why[:, ~window] == hkv.Reason.OK).all()
+
+
 def test_a_segment_that_fills_the_bucket_is_listed_once(two):
     need, full = two.need(), np.random.default_rng(1).integers(0, 99, 64).tolist()
     two.serve([full, []], need)

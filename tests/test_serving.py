@@ -477,6 +477,15 @@ def test_what_is_no_request_is_refused_at_once(engine, arguments, message):
     assert not engine.step()
 
 
+def test_an_engine_of_other_things_is_refused(m):
+    for arguments, name in (((None, len), "manager"), ((m, 3), "forward")):
+        with pytest.raises(TypeError, match=f"`{name}` is"):
+            Engine(*arguments)
+    for name in ("sample", "on_logits"):
+        with pytest.raises(TypeError, match=f"`{name}` is 3; give a function"):
+            Engine(m, len, **{name: 3})
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [

@@ -244,7 +244,7 @@ def test_a_full_store_loses_nothing_of_the_cache(store, monkeypatch):
         store.cap_bytes = 1
         serve(m, 0, 50)
         settled(m)
-        assert not files(store) and m.counters.rejected == {Problem.FULL.name: 6}
+        assert not files(store) and m.counters.rejected == {Problem.FULL.name: 4}
         assert serve(m, 0, 60) >= 48
         settled(m)
         life = m.read(lambda c: np.asarray(c.table.life))[1]

@@ -10,6 +10,7 @@ import errno
 import fcntl
 import os
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -49,6 +50,8 @@ class Entry(NamedTuple):
     name: Name
     nbytes: int  # on the disk
     used: int  # nanoseconds since the epoch; a segment counts as used before those it follows
+    shard: int = 0
+    shards: int = 1
 
 
 class Handle:
@@ -102,7 +105,8 @@ class LocalStore:
 
     Args:
         root: the directory; made if it is not there.
-        cap_bytes: most bytes on the disk in all; None for no cap.
+        cap_bytes: most bytes on the disk in all; None for no cap. What other processes have stored
+            is noticed each time this one has stored a sixteenth of it.
         caps: most bytes of each part by name, beside that.
         floor_bytes: bytes that stay free on the file system.
         durable: whether what is stored is synced to the disk before `put` returns.
@@ -124,7 +128,8 @@ class LocalStore:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="hkv-disk")
         with contextlib.suppress(OSError):
             self._sweep()
-        self._bytes = self.usage()
+        self._count(self.scan())
+        self._oldest: dict[str, deque[Entry]] = {}  # what to evict next, by part
 
     # Storing.
 
@@ -140,17 +145,25 @@ class LocalStore:
         order = sorted(range(len(packed)), key=lambda i: packed[i][0].start)
         out: list[Outcome | Rejected] = [Outcome.EXISTS] * len(packed)
         touched: set[Path] = set()
+        lost: set[Name] = set()
         for i in order:
             header, file = packed[i][0], written[i]
             if isinstance(file, Rejected):
                 out[i] = file
+                lost.add(Name(header.key, header.part))
                 continue
             path = self._path(Name(header.key, header.part), header.shard, header.shards)
             try:
+                if Name(header.parent, header.part) in lost:
+                    raise Rejected(Problem.PARENT, str(path))
                 out[i] = self._link(file, path, header, now)
                 touched.add(path.parent)
+            except Rejected as error:
+                out[i] = error
+                lost.add(Name(header.key, header.part))
             except OSError as error:
                 out[i] = Rejected(_problem(error), str(path), str(error))
+                lost.add(Name(header.key, header.part))
             finally:
                 os.close(file)
         if self.durable:
@@ -200,6 +213,7 @@ class LocalStore:
             os.replace(other, path)
         part = header.part
         self._bytes[part] = self._bytes.get(part, 0) + header.nbytes
+        self._news += header.nbytes
         return Outcome.STORED
 
     def _same(self, path: Path, header: Header) -> bool:
@@ -217,6 +231,8 @@ class LocalStore:
         for h in headers:
             size[h.part] = size.get(h.part, 0) + h.nbytes
         try:
+            if self.cap_bytes is not None and self._news * 16 > self.cap_bytes:
+                self._count(self.scan())
             if self._over(size):
                 with self._only_evictor():
                     self._evict(size)
@@ -243,23 +259,47 @@ class LocalStore:
     def _only_evictor(self) -> Iterator[None]:
         with open(self.root / ".evict", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            self._bytes = self.usage()  # other processes may have been busy
             yield
 
     def _evict(self, size: Mapping[str, int]) -> None:
-        """The least recently used first; at equal use what a replay makes anew."""
-        lacks = self._over(size)
-        entries = sorted(self.scan(), key=lambda e: (e.used, e.name.part != "rolling"))
-        for entry in entries:
-            part = entry.name.part
-            if lacks.get(part, 0) <= 0 and lacks.get(None, 0) <= 0:
-                if all(n <= 0 for n in lacks.values()):
+        """The least recently used first; at equal use what a replay makes anew.
+
+        The directory is read once for many evictions: what it had then and has not been used since
+        is older than whatever came later.
+        """
+        lacks, read = self._over(size), False
+        while lacks:
+            entry = self._victim(next((p for p in lacks if p is not None), None))
+            if entry is None:
+                if read:
                     return
-                continue
-            if self.delete([entry.name]):
-                for k in (part, None):
+                entries = sorted(self.scan(), key=_age)
+                self._count(entries)  # other processes may have been busy
+                self._oldest = {}
+                for e in entries:
+                    self._oldest.setdefault(e.name.part, deque()).append(e)
+                lacks, read = self._over(size), True
+            elif self.delete([entry.name], shard=entry.shard, shards=entry.shards):
+                for k in (entry.name.part, None):
                     if k in lacks:
                         lacks[k] -= entry.nbytes
+                lacks = {k: n for k, n in lacks.items() if n > 0}
+
+    def _victim(self, part: str | None) -> Entry | None:
+        """The oldest of a part, or of all, that has not been used since the directory was read."""
+        while True:
+            mine = [q for p, q in self._oldest.items() if q and part in (p, None)]
+            if not mine:
+                return None
+            entry = min(mine, key=lambda q: _age(q[0])).popleft()
+            with contextlib.suppress(OSError):
+                path = self._path(entry.name, entry.shard, entry.shards)
+                if os.stat(path).st_mtime_ns == entry.used:
+                    return entry
+
+    def _count(self, entries: Iterable[Entry]) -> None:
+        """Takes over the bytes that are really there."""
+        self._bytes, self._news = _by_part(entries), 0  # bytes of each part; stored since then
 
     # Finding and reading.
 
@@ -292,7 +332,8 @@ class LocalStore:
                 os.utime(path, ns=(_used(header, now),) * 2)
             return Handle(self, path, file, header)
         except Rejected as error:
-            self._set_aside(path, os.fstat(file).st_ino)
+            if error.problem is not Problem.VERSION:
+                self._set_aside(path, os.fstat(file).st_ino)
             os.close(file)
             return error
         except OSError as error:
@@ -331,16 +372,14 @@ class LocalStore:
         """Every record in the directory, by names alone."""
         for path in self._files():
             with contextlib.suppress(OSError, ValueError):
-                key, part, _ = path.name.split(".")
+                key, part, shard = path.name.split(".")
+                name, place = Name(bytes.fromhex(key), part), map(int, shard.split("-"))
                 info = path.stat()
-                yield Entry(Name(bytes.fromhex(key), part), info.st_size, info.st_mtime_ns)
+                yield Entry(name, info.st_size, info.st_mtime_ns, *place)
 
     def usage(self) -> dict[str, int]:
         """Bytes of each part."""
-        out: dict[str, int] = {}
-        for entry in self.scan():
-            out[entry.name.part] = out.get(entry.name.part, 0) + entry.nbytes
-        return out
+        return _by_part(self.scan())
 
     def check(self) -> Iterator[tuple[Path, Rejected]]:
         """Reads everything; every damaged record with its problem. Each is moved aside."""
@@ -357,8 +396,9 @@ class LocalStore:
                     f.readinto(memoryview(payload))
                     unpack(header, payload, str(path))
             except Rejected as error:
-                self._set_aside(path, inode)
-                yield path, error
+                if error.problem is not Problem.VERSION:
+                    self._set_aside(path, inode)
+                    yield path, error
             except (OSError, ValueError):
                 continue
 
@@ -383,6 +423,17 @@ class LocalStore:
     def _path(self, name: Name, shard: int, shards: int) -> Path:
         text = name.key.hex()
         return self.root / VERSION / text[:2] / f"{text}.{name.part}.{shard}-{shards}"
+
+
+def _age(entry: Entry) -> tuple[int, bool]:
+    return entry.used, entry.name.part != "rolling"
+
+
+def _by_part(entries: Iterable[Entry]) -> dict[str, int]:
+    out: dict[str, int] = {}
+    for e in entries:
+        out[e.name.part] = out.get(e.name.part, 0) + e.nbytes
+    return out
 
 
 def _read(handle: Handle) -> dict[str, np.ndarray] | Rejected:

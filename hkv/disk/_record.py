@@ -33,7 +33,8 @@ class Problem(enum.Enum):
     """Why a record was not used, or not stored. The value tells a person."""
 
     MISSING = "there is no such record"
-    FORMAT = "it is no record, or one of a format that this build does not read"
+    FORMAT = "it is no record"
+    VERSION = "it is in a format that this build does not read"
     HEADER = "its header is damaged"
     TRUNCATED = "it is not as long as it says"
     PAYLOAD = "its payload is damaged"
@@ -46,6 +47,7 @@ class Problem(enum.Enum):
     ABI = "it was written for another kernel ABI"
     DTYPE = "its rows have another dtype"
     SHAPE = "its rows have another shape"
+    PARENT = "the segment before it was not stored"
     FULL = "there is no space for it"
     READ_ONLY = "the directory cannot be written"
     GONE = "the directory is gone"
@@ -200,7 +202,7 @@ def parse(page: bytes, size: int, name: str) -> Header:
         name: for messages.
 
     Raises:
-        Rejected: FORMAT, HEADER or TRUNCATED.
+        Rejected: FORMAT, VERSION, HEADER or TRUNCATED.
     """
     if len(page) < PAGE:
         raise Rejected(Problem.TRUNCATED, name, f"{size} bytes")
@@ -210,7 +212,7 @@ def parse(page: bytes, size: int, name: str) -> Header:
     if google_crc32c.value(page[:-4]) != _CRC.unpack(page[-4:])[0]:
         raise Rejected(Problem.HEADER, name)
     if version != FORMAT:
-        raise Rejected(Problem.FORMAT, name, f"version {version}; this build reads {FORMAT}")
+        raise Rejected(Problem.VERSION, name, f"version {version}; this build reads {FORMAT}")
     if total != size:
         raise Rejected(Problem.TRUNCATED, name, f"{size} bytes of {total}")
     fields = json.loads(page[_FIXED.size : _FIXED.size + n])

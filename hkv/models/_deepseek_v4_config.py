@@ -13,6 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from hkv._arguments import check_type
 from hkv.nn import Rotary, Yarn
 from hkv.nn._moe import SCORES
 
@@ -106,7 +107,7 @@ class DeepseekV4Config:
                 f"`num_experts_per_tok` is {self.num_experts_per_tok}, more than "
                 f"n_routed_experts {self.n_routed_experts}; choose at most all of them"
             )
-        if self.scoring_func not in SCORES:
+        if not isinstance(self.scoring_func, str) or self.scoring_func not in SCORES:
             raise ValueError(f"`scoring_func` is {self.scoring_func!r}; use one of {list(SCORES)}")
         for name in ("rotary", "rotary_c"):
             size, theta = getattr(self, name).size, getattr(self, name).theta
@@ -129,7 +130,7 @@ class DeepseekV4Config:
         Raises:
             ValueError: another model's file, a missing or unsupported setting.
         """
-        raw = dict(raw)
+        check_type("raw", raw, Mapping)
         if raw.get("model_type") != "deepseek_v4":
             raise ValueError(
                 f"`model_type` is {raw.get('model_type')!r}; this loader reads 'deepseek_v4'"
@@ -194,6 +195,7 @@ def _number(name: str, value: Any) -> float:
 
 def _dtype(name: str) -> Any:
     try:
+        check_type("dtype", name, str)
         return jnp.dtype(name)
     except TypeError:
         raise ValueError(f"`dtype` is {name!r}; use a dtype such as 'float32'") from None
@@ -202,6 +204,7 @@ def _dtype(name: str) -> Any:
 def _layers(raw: Mapping[str, Any], count: int) -> tuple[tuple[str, ...], int, int]:
     """Kinds of attention per layer, and the two ratios."""
     rates = raw.get("compress_rates") or {}
+    check_type("compress_rates", rates, Mapping)
     csa = rates.get(CSA, raw.get("compress_rate_csa", _CSA_RATIO))
     hca = rates.get(HCA, raw.get("compress_rate_hca", 128))
     if raw.get("layer_types") is not None:
@@ -249,6 +252,7 @@ def _rotaries(raw: Mapping[str, Any]) -> tuple[Rotary, Rotary]:
     if share is None:
         share = _integer("qk_rope_head_dim", raw.get("qk_rope_head_dim", 64)) / head
     params = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    check_type("rope_parameters", params, Mapping)
     if isinstance(params.get("main"), Mapping) and isinstance(params.get("compress"), Mapping):
         # Here a YaRN without its attention factor would mean a factor of 1.28 to one reader and
         # 1 to another.

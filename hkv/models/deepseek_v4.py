@@ -169,7 +169,8 @@ class DeepseekV4(nnx.Module):
         if unknown := set(selection or {}) - {"index", "expert"}:
             raise ValueError(f"`selection` has {sorted(unknown)}; give 'index' and 'expert' only")
         embed = self.embed[...]
-        x = jnp.take(embed, tokens, axis=0, mode="clip")
+        # An id that the model does not know gives NaN for its request, not another id's answer.
+        x = embed.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
         streams = jnp.broadcast_to(x[:, :, None], (*x.shape[:2], self.config.hc_mult, x.shape[-1]))
         chosen: dict[str, Any] = {"margin": [], "index": {}, "expert": {}}
         for block in self.blocks:
