@@ -114,7 +114,7 @@ def test_a_store_of_compressed_rows_alone_gives_no_reuse_and_one_reason_per_form
 
 
 @pytest.mark.parametrize("left_out", ["idx", "w32", "c4_tail"])
-def test_a_model_that_forgets_a_group_publishes_nothing(p, left_out):
+def test_a_model_that_forgets_a_group_is_told_which_before_anything_is_written(p, left_out):
     def run(params, view):
         view = p.run(params, None, view)
         pending = {k: v for k, v in view.pending.items() if k != left_out}
@@ -126,10 +126,10 @@ def test_a_model_that_forgets_a_group_publishes_nothing(p, left_out):
 
     lease = p.start([A[:64]])
     count = jnp.asarray(np.array([64, 0], np.int32))
-    p.cache, lease, _ = step(p.params([A[:64]]), p.cache, lease, count)
-    _, n = p.publish(lease, [A[:64]])
-    assert n[0] == -1
+    with pytest.raises(ValueError, match=left_out):
+        step(p.params([A[:64]]), p.cache, lease, count)
     assert p.boundary([A[:65]]) == [0]
+    p.check_rows(p.advance(lease, [A[:64]]), [A[:64]])  # and nothing was lost
 
 
 @pytest.mark.parametrize("n", [100, 150, 191, 192, 193, 197, 199])

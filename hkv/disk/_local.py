@@ -9,6 +9,7 @@ import enum
 import errno
 import fcntl
 import os
+import re
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from hkv.disk._record import PAGE, Header, Problem, Record, Rejected, aligned, p
 
 VERSION = "v1"  # of the names and directories
 DAMAGED = "damaged"
+_NAME = re.compile(r"[0-9a-f]{64}\.\w+\.\d+-\d+")  # whatever else lies there is somebody else's
 _OLD = 3600.0  # seconds after which a file that a killed writer left behind is swept
 _PROBLEMS = {
     errno.ENOSPC: Problem.FULL, errno.EDQUOT: Problem.FULL, errno.EFBIG: Problem.FULL,
@@ -371,7 +373,7 @@ class LocalStore:
     def scan(self) -> Iterator[Entry]:
         """Every record in the directory, by names alone."""
         for path in self._files():
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(OSError):
                 key, part, shard = path.name.split(".")
                 name, place = Name(bytes.fromhex(key), part), map(int, shard.split("-"))
                 info = path.stat()
@@ -399,7 +401,7 @@ class LocalStore:
                 if error.problem is not Problem.VERSION:
                     self._set_aside(path, inode)
                     yield path, error
-            except (OSError, ValueError):
+            except OSError:
                 continue
 
     def close(self) -> None:
@@ -411,7 +413,7 @@ class LocalStore:
             for directory in os.scandir(self.root / VERSION):
                 with contextlib.suppress(OSError), os.scandir(directory) as files:
                     for file in files:
-                        if not file.name.startswith("."):
+                        if _NAME.fullmatch(file.name):
                             yield Path(file.path)
 
     def _sweep(self) -> None:
