@@ -115,13 +115,18 @@ def test_a_replay_of_other_tokens_is_refused_and_its_rows_go_to_nobody(two):
     assert int(two.ask([[*OLD, 1], []], need)[2].boundary[0]) == 0
 
 
-def test_a_request_cannot_step_back_over_rows_that_its_branch_reads(two):
-    need = two.need()
-    tokens, length, available = two.ask([OLD, []], need)
+def written(two):
+    """A request for `OLD` whose rows are all written, none published."""
+    tokens, length, available = two.ask([OLD, []], two.need())
     two.cache, lease, _ = hkv.admit(two.cache, hkv.route(available, hkv.costs()), length + 8)
     for _ in range(5):
         count = jnp.minimum(length - lease.length, tiny.CHUNK)
         two.cache, lease, _, _ = tiny.step(jnp.float32(1), two.cache, lease, tokens, count)
+    return tokens, length, lease
+
+
+def test_a_request_cannot_step_back_over_rows_that_its_branch_reads(two):
+    tokens, length, lease = written(two)
     two.cache, branch, _ = hkv.fork(two.cache, lease, length + 8)
     back = jnp.asarray([8, 0], jnp.int32)
     view = hkv.view(two.cache, lease, jnp.asarray([4, 0], jnp.int32), back)
@@ -132,12 +137,7 @@ def test_a_request_cannot_step_back_over_rows_that_its_branch_reads(two):
 
 
 def test_a_step_back_over_them_without_any_token_is_refused_as_well(two):
-    need = two.need()
-    tokens, length, available = two.ask([OLD, []], need)
-    two.cache, lease, _ = hkv.admit(two.cache, hkv.route(available, hkv.costs()), length + 8)
-    for _ in range(5):
-        count = jnp.minimum(length - lease.length, tiny.CHUNK)
-        two.cache, lease, _, _ = tiny.step(jnp.float32(1), two.cache, lease, tokens, count)
+    tokens, length, lease = written(two)
     two.cache, lease, _ = hkv.publish(two.cache, lease, tokens, length)
     for back, good in ((8, False), (40, True)):
         view = hkv.view(two.cache, lease, jnp.zeros(2, jnp.int32), jnp.asarray([back, 0]))

@@ -150,24 +150,24 @@ class LocalStore:
         lost: set[Name] = set()
         for i in order:
             header, file = packed[i][0], written[i]
-            if isinstance(file, Rejected):
-                out[i] = file
-                lost.add(Name(header.key, header.part))
-                continue
-            path = self._path(Name(header.key, header.part), header.shard, header.shards)
+            name = Name(header.key, header.part)
+            path = self._path(name, header.shard, header.shards)
             try:
+                if isinstance(file, Rejected):
+                    raise file
                 if Name(header.parent, header.part) in lost:
                     raise Rejected(Problem.PARENT, str(path))
                 out[i] = self._link(file, path, header, now)
                 touched.add(path.parent)
             except Rejected as error:
                 out[i] = error
-                lost.add(Name(header.key, header.part))
             except OSError as error:
                 out[i] = Rejected(_problem(error), str(path), str(error))
-                lost.add(Name(header.key, header.part))
             finally:
-                os.close(file)
+                if not isinstance(file, Rejected):
+                    os.close(file)
+            if isinstance(out[i], Rejected):
+                lost.add(name)
         if self.durable:
             list(self._pool.map(_sync_directory, touched))
         return out
