@@ -100,7 +100,8 @@ class Chat:
     def engine(self) -> Engine:
         """Engines of one model and layout share their programs."""
         weights, forward, replay = self.model
-        manager = hkv.Manager(self.layout, replay=replay, params=weights)
+        vocabulary = self.args.model.config.vocab_size
+        manager = hkv.Manager(self.layout, replay=replay, params=weights, vocabulary=vocabulary)
         return Engine(manager, forward, slots=len(self.scenes), on_logits=self.note)
 
     def note(self, stream: Stream, position: int, logits: np.ndarray) -> None:

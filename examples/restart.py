@@ -34,7 +34,9 @@ class Server:
     def __init__(self, model, layout: hkv.Layout, store: LocalStore | None):
         weights, forward, replay = functions(model)
         self.logits: dict[Stream, list[np.ndarray]] = {}
-        self.manager = hkv.Manager(layout, replay=replay, params=weights, store=store)
+        self.manager = hkv.Manager(
+            layout, replay=replay, params=weights, store=store, vocabulary=model.config.vocab_size
+        )
         self.engine = Engine(self.manager, forward, slots=4, on_logits=self.note)
 
     def note(self, stream: Stream, position: int, logits: np.ndarray) -> None:
