@@ -330,3 +330,53 @@ def test_wrong_settings_are_named(store, tier):
         make(store, **tier)
     with pytest.raises(ValueError, match="disk=True"):
         make(store, soak.LAYOUT)
+
+
+LONG = np.random.default_rng(8).integers(0, 50, 128)  # 8 segments
+
+
+def long_layout(rolling=17, history=17, **rest):
+    sizes = {"segments": 20, "buckets": (128,), "leases": 2, "disk": True, **rest}
+    return tiny.layout(pages=(history, rolling, rolling, history), row=ROW, **sizes)
+
+
+def answer(manager, request, until):
+    """Runs a request on and compares with a cold run."""
+    want, at = tiny.dense(LONG, row=ROW), int(request.lease.length[0])
+    tokens = jax.device_put(LONG[None].astype(np.int32))
+    while at < until:
+        n = min(CHUNK, until - at)
+        out, ok = request.step(step, tokens, jax.device_put(np.array([n], np.int32)))
+        assert ok[0] and (np.asarray(out)[0, :n] == want[at : at + n]).all()
+        if manager.layout.ahead:
+            manager.trim(request)  # gives what slid out of its windows to the tokens ahead
+        at += n
+
+
+def test_a_prefix_larger_than_the_pool_of_windows_comes_back_with_what_its_end_needs(store):
+    with make(store, layout=long_layout()) as m, m.admit(LONG) as request:
+        answer(m, request, 128)
+        request.finish(LONG)
+    assert len(files(store, "rolling")) == 8
+    few = long_layout(rolling=4, ahead=CHUNK)  # room for the windows of 3 segments of the 8
+    with make(store, layout=few) as m:
+        with m.admit(LONG[:124]) as request:
+            assert request.resume >= 112
+            answer(m, request, 124)
+            request.finish(LONG[:124])
+        assert not m.counters.rejected and not m.counters.tokens_replayed
+        m.read(lambda c: invariants(c, []))
+
+
+def test_a_prefix_larger_than_every_pool_is_refused_with_the_numbers(store):
+    with make(store, layout=long_layout()) as m, m.admit(LONG) as request:
+        answer(m, request, 128)
+        request.finish(LONG)
+    with pytest.raises(ValueError, match="one request of 128 tokens: give 9"):
+        long_layout(history=5)  # 4 of 8 segments: such a bucket would be a promise nobody can keep
+    with make(store, layout=long_layout(rolling=5, history=5, buckets=(64,))) as m:
+        with pytest.raises(ValueError, match="124.*64"), m.admit(LONG[:124]):
+            pass
+        with m.admit(LONG[:60]) as request:  # what fits is served from the same records
+            assert request.resume >= 48
+        m.read(lambda c: invariants(c, []))
